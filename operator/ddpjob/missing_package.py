@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
-"""The command that installs DDPJob with an extra. No package index has DDPJob yet, and the name is
-not reserved there. Anybody could register the name and run code on the machines of users who
+"""The command that installs DDPJob with an extra. DDPJob is not on any package index yet, so its
+name is not reserved. Anybody could register the name and run code on the machines of users who
 install DDPJob by name. Until the first release, tests/unit/test_names.py therefore rejects every
 file that installs DDPJob by name. After the first release, this command becomes "pip install
 'ddpjob[{extra}]'"."""
@@ -18,7 +18,7 @@ file that installs DDPJob by name. After the first release, this command becomes
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:
     """Return a message that names the missing package and the extra that installs it.
 
-    Raise the error again if the missing module is a part of DDPJob.
+    Raise the error again if the missing module is part of DDPJob.
     """
     if not error.name or error.name.startswith("ddpjob"):
         raise error

@@ -145,8 +145,9 @@ class Bucket:
         self.term = 0
         self._slow = False
         self._failed = set[str]()
-        """Key prefixes of uploads that failed and will not be continued. `sweep` deletes their
-        objects. Each attempt to upload has its own prefix."""
+        """Key prefixes of uploads that failed and will not be continued. `sweep` deletes the
+        objects under these prefixes. Each attempt to upload has its own prefix.
+        """
 
     @classmethod
     def open(cls, url: str, *, endpoint: str = "", region: str = "") -> Bucket:
@@ -326,7 +327,7 @@ class Bucket:
         return self.term
 
     def join(self, job: str, order: tuple[int, ...]) -> Stored | None:
-        """Join an incarnation of `job`, and return the checkpoint that all its ranks continue from.
+        """Join an incarnation of `job`, and return the checkpoint that all ranks continue from.
 
         The first rank that joins chooses the checkpoint, and records it with a conditional write.
         The server rejects the same write from other ranks, and they read the first rank's record
@@ -520,8 +521,8 @@ class Bucket:
             self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
         except BucketError:
             # By default, twelve parts of a file are uploaded at the same time, each within the time
-            # limit of a request. On a slow connection, none of the parts would be complete in time,
-            # so upload one part at a time.
+            # limit of a request. On a slow connection, none of the parts would be complete in time.
+            # From now on, upload one part at a time.
             if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
                 raise
             self._slow = True
@@ -556,7 +557,7 @@ class Bucket:
     def put_scores(self, scores: dict[int, float], metric: str) -> None:
         """Store the scores of all steps, and the metric's name.
 
-        A score that is not finite becomes null, because JSON has no NaN.
+        An infinite or undefined score becomes null, because JSON cannot represent it.
         """
         of_step = {str(step): value if math.isfinite(value) else None for step, value in scores.items()}
         text = json.dumps({"metric": metric, "scores": of_step}).encode()
@@ -588,8 +589,7 @@ class Bucket:
             try:
                 named.add(self.manifest(entry).data)
             except BucketError:
-                # If a manifest cannot be read, the files that belong to this checkpoint are
-                # unknown.
+                # If a manifest cannot be read, the files of its checkpoint are unknown.
                 return
         for key in self._keys(_DATA):
             folder = "/".join(key.split("/")[:2])

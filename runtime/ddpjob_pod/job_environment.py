@@ -136,7 +136,7 @@ class JobEnvironment:
 
     @property
     def host(self) -> str:
-        """Name of the pod; outside a job, name of the machine."""
+        """The pod's name or, outside a job, the machine's name."""
         return self.pod or socket.gethostname()
 
     @property

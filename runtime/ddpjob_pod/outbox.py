@@ -42,7 +42,7 @@ class Outbox:
             self._changed.notify()
 
     def close(self) -> None:
-        """Send the figures that are still queued. Waits at most two seconds for the thread."""
+        """Send the figures that are still queued. Wait at most two seconds for the thread."""
         atexit.unregister(self.close)
         if os.getpid() != self._process:
             return

@@ -49,8 +49,8 @@ from ddpjob_pod.stragglers import Straggler, Stragglers
 
 LOOK_SECONDS = 5.0
 FACTOR, SECONDS = 1.5, 30.0
-"""A rank is named as lagging once its own work has taken FACTOR times as long as the others' work
-for SECONDS. Both values are also the defaults of the built-in trainer.
+"""A rank is named as lagging if, for SECONDS, its own work has taken FACTOR times as long as the
+others' work. Both values are also the defaults of the built-in trainer.
 """
 COLLECTIVES = (
     *("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "broadcast", "reduce"),
@@ -68,8 +68,8 @@ _FEWEST = 3
 for the next check.
 """
 _UNREAD = 100
-"""Maximum number of measured steps whose CUDA events have not been read yet. At this number, new
-steps are not measured.
+"""Maximum number of measured steps whose CUDA events have not been read yet. While there are this
+many, new steps are not measured.
 """
 
 
@@ -131,8 +131,7 @@ class WorkClock:
         return bool(compiling() or (cuda.is_initialized() and cuda.is_current_stream_capturing()))
 
     def take(self) -> tuple[float, float] | None:
-        """Return two medians over the latest steps: the own work and the duration of a step, in
-        seconds.
+        """Return the median own work and the median duration of a step, in seconds.
 
         Both medians cover the steps since the last call that returned medians. Return None if there
         are too few of these steps. Steps that the GPU has not finished yet are left for the next
@@ -234,7 +233,7 @@ class _TorchImport:
     """Import hook that starts the measurement as soon as the program has imported torch.
 
     The hook waits for torch itself, not for torch.optim. In a forked worker, the import of torch
-    makes all of its modules appear at once, so the hook would miss torch.optim.
+    makes all of its modules appear at once, so a hook for torch.optim would not be called.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

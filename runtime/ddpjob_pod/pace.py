@@ -14,7 +14,7 @@ Example, with steps of 0.3 s and a report every half second:
     count     1    3    5    6      20
     speed     -    -  4.0  3.3     3.4      measured since second 1.0
 
-This file imports nothing, because the step counter loads it by itself into a script's processes.
+This file imports nothing, because the step counter loads only this file into a script's processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ replaces the previous one, which keeps the window small.
 class Pace:
     """Computes the counts per second from the latest reports.
 
-    `least` is the number of counts that a window must cover, instead of STEPS.
+    `least` is the number of counts that a window must cover. The default is STEPS.
     """
 
     def __init__(self, least: int = STEPS) -> None:

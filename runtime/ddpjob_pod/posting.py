@@ -29,8 +29,8 @@ class Poster:
         """`instance` identifies the coordinator process that responded last. A coordinator rejects
         proofs made for a different process.
         """
-        # Each report contains the round of this process. Otherwise, the coordinator could mistake
-        # the figures of a fenced rank 0 for figures of the next round.
+        # Each report contains the round of this process. Without the round, the coordinator could
+        # mistake the figures of a fenced rank 0 for figures of the next round.
         fence = JobEnvironment.read().fence
         self._round = {"round": fence} if fence else {}
         with contextlib.suppress(OSError):

@@ -104,8 +104,8 @@ also reserve slots and connect the ranks.
 _RECENT = 15
 """If the interval is "auto", the median cost of this many copies determines it."""
 _ENOUGH = 3
-"""Minimum number of comparisons between steps with and without a copy. Until then, the interval
-does not take into account how much a copy lengthens a step.
+"""Minimum number of comparisons between steps with and without a copy. With fewer comparisons, the
+interval does not depend on how much a copy lengthens a step.
 """
 _GROWTH = 4
 """Maximum factor by which "auto" lengthens the interval from one copy to the next."""
@@ -330,7 +330,7 @@ class Cadence:
     """Decides after which steps the state is copied. All ranks make the same decisions."""
 
     every: int | str
-    """Number of steps between two copies, AUTO or NONE."""
+    """AUTO, NONE, or the number of steps between two copies."""
     due: int = 0
     """Step after which the next copy is due. Used only if `every` is AUTO."""
     recent: list[tuple[float, float, float]] = field(default_factory=list)
@@ -549,7 +549,7 @@ class RankSnapshots:
             store: the node's states.
             exchange: the connection to the other ranks.
             order: the incarnation of this process, as (generation, round).
-            every: number of steps between two copies, AUTO or NONE.
+            every: AUTO, NONE, or the number of steps between two copies.
             sharded: whether each rank has its own part of the state. If False, all ranks have the
                 same state.
             together: whether `take` must call `make` on all ranks, even on those that do not keep
@@ -694,7 +694,7 @@ class RankSnapshots:
         return Restored(moment, tree, owns, self._made)
 
     def _part_before(self, rank: int) -> str:
-        """Return the name of the part of the previous node that `rank` keeps a copy of."""
+        """Return the name of the previous node's part of which `rank` keeps a copy."""
         world = self._exchange.world
         return part_of((rank - self._exchange.local_world) % world, world)
 
@@ -908,8 +908,7 @@ class RankSnapshots:
 
         By then, the first copy is complete on all nodes, because the ranks have exchanged their
         costs since. So the state that training continued from is no longer protected. Parts that
-        this node does not need are deleted, for example those that a group of a different size
-        wrote.
+        this node does not need are deleted, such as parts that a group of a different size wrote.
         """
         self._copies += 1
         if self._copies == 2:
@@ -1292,9 +1291,9 @@ def _view(data: memoryview, place: _Place) -> Any:
 
 
 def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor's copy without gaps.
+    """Return the strides that a tensor has after it is copied without gaps.
 
-    The copy keeps the order in which the dimensions lie in memory.
+    The copy keeps the order in which the tensor's dimensions lie in memory.
     """
     order = sorted(range(len(shape)), key=lambda d: (stride[d], shape[d]), reverse=True)
     strides, step = [0] * len(shape), 1

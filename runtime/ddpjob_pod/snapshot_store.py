@@ -55,7 +55,7 @@ MOST_INVENTORY_BYTES = 1 << 16
 _MAGIC = b"ddpjob:1"
 _HEAD = struct.Struct("=8sQQQQQ")
 _MARK = 1
-"""Index of the 8-byte word in the header that shows whether the slot holds a whole state."""
+"""Index, in the header, of the 8-byte word that shows whether the slot holds a whole state."""
 _WHOLE = 0x77686F6C65
 _MADE = struct.Struct("=8sQQQ")
 _MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
@@ -382,7 +382,7 @@ class Transfer:
 def transfers(
     held: Mapping[int, Iterable[Held]], wanted: Mapping[int, tuple[int, str]], moment: Moment
 ) -> list[Transfer]:
-    """Return the transfers that give each rank its wanted part of the state from `moment`.
+    """Return the transfers that give each rank the part that it wants of the state from `moment`.
 
     Args:
         held: the states that each node holds, keyed by the rank that speaks for the node.

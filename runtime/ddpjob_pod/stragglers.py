@@ -42,7 +42,7 @@ _RECENT = 0.3
 """Weight of the latest report in a rank's slowdown and cost."""
 _LEAST = 0.001
 """Minimum excess of a rank's time per step over that of the median rank, in seconds. A smaller
-excess counts as no cost.
+excess does not count as a cost.
 """
 
 
@@ -69,8 +69,8 @@ class _Rank:
     cost: float = 0.0
     named: bool = False
     since: float | None = None
-    """When the rank became slow but was not yet named, or became fast enough but was still named.
-    None if neither applies.
+    """When a rank that is not named became slow, or when a named rank became fast enough. None if
+    neither applies.
     """
     reports: int = 0
 

@@ -14,9 +14,9 @@ a job.
             ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)  # to the job's bucket
             ddpjob_report.saved_and_leave()
 
-In the pods of a job, the runtime provides this package. Elsewhere, the package `ddpjob` provides
+In the pods of a job, the runtime provides this package. Elsewhere, the `ddpjob` package provides
 it. `ddpjob_report.huggingface`, `.lightning` and `.accelerate` connect scripts that use those
-frameworks. If all ranks import `ddpjob_report`, slow ranks are found (`ddpjob_pod/own_work.py`).
+frameworks. If all ranks import `ddpjob_report`, slow ranks are detected (`ddpjob_pod/own_work.py`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ __all__ = [
 
 
 def begin() -> None:
-    """Start to look for slow ranks, if this process belongs to a job. Importing the module calls
-    this.
+    """Start looking for slow ranks if this process belongs to a job. Called when the module is
+    imported.
     """
     if JobEnvironment.read().coordinator:
         own_work.begin(lambda stragglers: link.post({protocol.STRAGGLERS: stragglers}))
@@ -91,13 +91,13 @@ def report(
         metrics: any other figures, by name.
 
     A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
-    element. A loss that is infinite or undefined is shown as nan. Other such figures are not shown.
-    For a tensor on a GPU, the call waits for the GPU, as `item()` does, so report only every few
-    steps. Without such tensors, `report` returns immediately. The newest figures are sent in the
-    background, at most twice a second. If the coordinator is unreachable, figures are lost, but
-    training continues. Figures with a `step` are also kept in the checkpoint folder as curves for
-    `ddpjob plot` and the dashboard. The file, run/metrics.jsonl, gets two lines per second at
-    first, and fewer later.
+    element. A loss that is infinite or undefined is shown as nan. Other figures that are infinite
+    or undefined are not shown. For a tensor on a GPU, the call waits for the GPU, as `item()` does,
+    so report only every few steps. Without such tensors, `report` returns immediately. The newest
+    figures are sent in the background, at most twice a second. If the coordinator is unreachable,
+    figures are lost, but training continues. Figures with a `step` are also kept in the checkpoint
+    folder as curves for `ddpjob plot` and the dashboard. The file, run/metrics.jsonl, gets two
+    lines per second at first, and fewer later.
 
     Raises:
         TypeError: an argument is not a number; the message names it.
@@ -126,8 +126,8 @@ def checkpoint_dir(default: str | Path = "checkpoints") -> Path:
     """Return the job's checkpoint folder. Outside a job, create and return `default`."""
     folder = JobEnvironment.read().checkpoint_dir
     if folder:
-        # The folder is not created here. If its volume were not mounted, it would be on the node's
-        # own disk.
+        # Do not create the folder. If its volume were not mounted, the new folder would be on the
+        # node's own disk.
         return Path(folder)
     made = Path(default)
     made.mkdir(parents=True, exist_ok=True)
@@ -164,21 +164,21 @@ def restore_checkpoint() -> Path | None:
 def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = False) -> None:
     """Copy a checkpoint (a file or a folder of files) to the job's bucket while training continues.
 
-    Every rank may call it, but only rank 0's checkpoint is copied. If torch.distributed.checkpoint
-    wrote the folder, it must contain the parts of all ranks.
+    Every rank may call it, but only rank 0's checkpoint is copied. A folder written by
+    torch.distributed.checkpoint must contain the parts of all ranks.
 
     Args:
         path: a complete checkpoint, which is a file or folder in `checkpoint_dir()`. After the
             call, you may replace or remove it, but not modify it in place: write to a different
             name, then use os.replace.
-        step: number of steps completed, by which checkpoints are ordered. Of all checkpoints since
-            the last start of the job, the one with the highest step is the newest.
+        step: number of steps completed. Of all checkpoints since the last start of the job, the one
+            with the highest step counts as the newest.
         keep: how many of the newest checkpoints stay in the bucket.
         wait: return only when the checkpoint is in the bucket. If this is False, the script waits
             for the last copy when it ends.
 
-    One checkpoint is uploaded at a time. If several are waiting, the newest one is next. A failed
-    upload is retried after 1, 2, 4, ... 60 s. Readers see either a whole checkpoint or none.
+    One checkpoint is uploaded at a time. If several are waiting, the newest one is uploaded next. A
+    failed upload is retried after 1, 2, 4, ... 60 s. Readers see either a whole checkpoint or none.
     Without storage.checkpoints.url, and outside a job, nothing is copied: the checkpoint stays in
     the folder, where `restore_checkpoint` finds it.
 
@@ -243,17 +243,17 @@ def should_stop() -> bool:
     wait for the GPU. After the first call, SIGTERM no longer ends the process.
 
     Raises:
-        RuntimeError: another rank is gone, as in any collective.
+        RuntimeError: another rank is gone.
     """
     return stop.agreed()
 
 
 def saved_and_leave() -> NoReturn:
-    """End this process, after `should_stop()` was true and the state was saved. This does not count
-    as a failure.
+    """End this process. Call this once `should_stop()` has been true and the state has been saved.
 
-    All ranks must call this. It waits for ranks that are still saving. It also waits for the last
-    copy to the job's bucket, for as long as the pod's grace period allows.
+    The exit does not count as a failure. All ranks must call this. The call waits for ranks that
+    are still saving. It also waits for the last copy to the job's bucket, for as long as the pod's
+    grace period allows.
 
     Raises:
         RuntimeError: it was called outside the main thread, where it would end only that thread.
@@ -272,8 +272,9 @@ def saved_and_leave() -> NoReturn:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return `value` as a number if it is one, or a tensor or an array of one element; otherwise
-    None.
+    """Convert a number, or a tensor or array of one element, to a plain number.
+
+    Return None for any other value.
     """
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None

@@ -14,7 +14,7 @@ for step in range(first, steps):
     if stop:
         ddpjob_report.saved_and_leave()
 
-`take` keeps the newest state in the nodes' memory. `resume` restores that state or the newest
+`take` keeps the latest state in the nodes' memory. `resume` restores that state or the newest
 checkpoint, whichever has more steps. The state includes everything passed to `accelerator.prepare`
 and `register_for_checkpointing`, the scaler, the count of accumulated batches, and each rank's
 random generators. A loader's position is included only with
@@ -43,8 +43,8 @@ _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
 
 
 _kept: list[Snapshots | None] = []
-"""The object with which `resume` keeps states in memory, as the only element. The element is None
-if this model's states are not kept, and the list is empty before `resume`.
+"""A list whose only element is the object that keeps states in memory, or None if this model's
+states are not kept. The list is empty until `resume` is called.
 """
 
 
@@ -68,7 +68,7 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
         """Do nothing, because DDPJob does not show hyperparameters."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """Report the values that are numbers. Accelerate calls this in `accelerator.log`."""
+        """Report the numeric values. Accelerate calls this in `accelerator.log`."""
         report(**{**figures(values), **({} if step is None else {"step": step})})
 
 
@@ -76,13 +76,13 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
     """Save everything passed to `accelerator.prepare`, as the state after `step` steps.
 
     All ranks must call this. The state is first written under a different name and then renamed, so
-    any state that is found after a crash is complete. The newest `keep` states are kept. In a job
-    with a bucket, the state is also copied to the bucket.
+    every state found after a crash is complete. The newest `keep` states are kept. In a job with a
+    bucket, the state is also copied to the bucket.
 
     Raises:
         ValueError: Accelerate is set to name its checkpoints itself.
-        RuntimeError: each rank trains its own model, for example without a GPU if
-            Accelerator(cpu=True) is not used.
+        RuntimeError: each rank trains its own model. On a machine without a GPU, this happens
+            unless Accelerator(cpu=True) is used.
     """
     home = _home(accelerator, folder)
     made = home / f"{_NAME}{step}"
@@ -98,24 +98,23 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
         unfinished.rename(made)
         if JobEnvironment.read().checkpoint_url:
             copy_checkpoint(made, step, keep=keep)
-        # A newer state exists now, so also delete what was left behind when pods were killed while
-        # they saved.
+        # A newer state exists now, so also delete the unfinished states of pods that were killed
+        # while saving.
         for old in [*sorted(_all(home), key=_step, reverse=True)[keep:], *home.glob(f"{_NAME}*{_UNFINISHED}")]:
             shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
 def resume(accelerator: Any, folder: str | Path | None = None) -> int:
-    """Load the newest state that `save` or `take` has kept, and return its step; 0 if there is
-    none.
+    """Load the newest state from `save` or `take`, and return its step; 0 if there is none.
 
-    Call it once, on all ranks, after `accelerator.prepare` and `register_for_checkpointing`.
+    All ranks must call this once, after `accelerator.prepare` and `register_for_checkpointing`.
 
     Raises:
         ValueError: the state in memory does not fit the prepared objects, or Accelerate is set to
             name its checkpoints itself.
-        RuntimeError: each rank trains its own model, for example without a GPU if
-            Accelerator(cpu=True) is not used.
+        RuntimeError: each rank trains its own model. On a machine without a GPU, this happens
+            unless Accelerator(cpu=True) is used.
     """
     found = newest(_all(_home(accelerator, folder)), Path.is_dir)
     # Wait until all ranks have searched, because a rank that saves also removes old states.
@@ -150,10 +149,10 @@ def take(accelerator: Any, step: int) -> None:
 
 
 def _snapshots(accelerator: Any) -> Snapshots | None:
-    """Return a new object that keeps the states in memory. Creating it restores the state in
-    memory, if there is one.
+    """Create the object that keeps states in memory.
 
-    Return None if the job does not keep states, or if this model's states cannot be kept.
+    The object restores the state in memory, if there is one, when it is created. Return None if the
+    job does not keep states, or if this model's states cannot be kept.
     """
     job = JobEnvironment.read()
     if not job.may_have_snapshots:
@@ -186,8 +185,8 @@ def _snapshots(accelerator: Any) -> Snapshots | None:
 
 
 class _Batches:
-    """The number of batches that Accelerate has counted, as an object with a state. Accelerate uses
-    it to decide when accumulated gradients are complete.
+    """Accelerate's count of batches, as an object with a state dict. Accelerate uses the count to
+    decide when accumulated gradients are complete.
     """
 
     def __init__(self, accelerator: Any) -> None:

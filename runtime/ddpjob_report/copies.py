@@ -5,8 +5,9 @@ incomplete copy must not be read. So:
 
 - When the job starts, the ranks agree on the newest checkpoint in the bucket (`Bucket.join`). One
   rank of each node downloads it, under a lock, and the node's other ranks find it in the folder.
-- `copy` links the files under a hidden name, because the script may replace them, and uploads them
-  in the background (`ddpjob_bucket.uploads`). The newest `keep` copies stay in the bucket.
+- The script may replace its files at any time. `copy` therefore links them into a hidden folder,
+  and uploads them from there in the background (`ddpjob_bucket.uploads`). The newest `keep` copies
+  stay in the bucket.
 - When the script ends, it waits up to LAST_SECONDS for the last copy, and fails if that copy is not
   complete by then. `saved_and_leave` waits for as long as the pod's grace period allows.
 - Without a bucket, a file in the checkpoint folder names the newest checkpoint (`record`).
@@ -38,12 +39,12 @@ from ddpjob_pod.job_environment import JobEnvironment, VariableError
 from ddpjob_report import link
 
 RECORD = ".ddpjob-newest.json"
-"""Name of the file that says which checkpoint in the folder is the newest, if the job has no
-bucket.
+"""Name of the file that records which checkpoint in the folder is the newest. Used only if the job
+has no bucket.
 """
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
-"""Maximum number of seconds that the script waits for its last copy when it ends."""
+"""Maximum number of seconds that an ending script waits for its last copy."""
 
 
 class _CopyState:
@@ -54,8 +55,8 @@ class _CopyState:
     """The checkpoint in the bucket that all ranks continue from; None if there is none."""
     process = 0
     leaves = False
-    """Whether this process exits without waiting for copies any longer, because its pod is being
-    stopped.
+    """Whether `leave` was called, because the pod is being stopped. If so, this process does not
+    wait for copies again at exit.
     """
 
 
@@ -70,8 +71,7 @@ def url() -> str:
 
 
 def restore(folder: Path) -> Path | None:
-    """Fetch the newest checkpoint in the bucket into the folder, and return its path; None if there
-    is none.
+    """Download the newest checkpoint into the folder, and return its path; None if there is none.
 
     All ranks get the same checkpoint. Raises BucketError, OSError, ValueError.
     """
@@ -101,8 +101,9 @@ def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
 
 
 def _joined() -> Bucket:
-    """Return the bucket. The first call agrees with the other ranks on the checkpoint to continue
-    from.
+    """Return the bucket.
+
+    In the first call, the ranks agree on the checkpoint to continue from.
     """
     if _CopyState.bucket is not None and _CopyState.process != os.getpid():
         raise BucketError(
@@ -117,10 +118,11 @@ def _joined() -> Bucket:
 
 
 def _order() -> tuple[int, ...]:
-    """Return a position that orders the starts of the job's ranks. It is the same on all ranks.
+    """Return the position of this start among all starts of the job; the same on all ranks.
 
-    It consists of the generation and the round, which the launcher sets, and of torchrun's restart
-    count. The count is needed because a `command` program may start its ranks itself.
+    The position consists of the generation, the round and torchrun's restart count. The launcher
+    sets the generation and the round. The count is needed because a program in `command` may start
+    the ranks itself.
     """
     job = JobEnvironment.read()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -139,7 +141,7 @@ def _fetched(folder: Path, entry: Stored) -> Path | None:
     """Return the path of the checkpoint `entry` if an earlier process has fetched it into the
     folder.
 
-    Return None if its files have changed since then.
+    Return None if the checkpoint's files have changed since then.
     """
     try:
         known = json.loads((folder / _FETCHED).read_text())
@@ -164,7 +166,7 @@ def _signatures(path: Path) -> dict[str, list[int]]:
 
 
 def copy(path: Path, step: int, keep: int) -> None:
-    """Upload a checkpoint in the background, with the content that it has now.
+    """Upload the present content of a checkpoint in the background.
 
     Raises BucketError, OSError, ValueError.
     """
@@ -174,8 +176,8 @@ def copy(path: Path, step: int, keep: int) -> None:
     if _CopyState.uploads is None:
         for leftover in path.parent.glob(f"{_LINKS}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        # Register the exit handler of `link` before ours. It then runs last, so it also posts the
-        # last copy.
+        # Exit handlers run in reverse order. Register the handler of `link` first, so that it runs
+        # last and also posts the last copy.
         link.prepare()
         _CopyState.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release, done=_post)
         atexit.register(_at_exit)
@@ -183,8 +185,8 @@ def copy(path: Path, step: int, keep: int) -> None:
 
 
 class _FilesOfIndex(pickle._Unpickler):
-    """Finds the file names in the index of a torch.distributed.checkpoint folder, without running
-    the code that the index contains.
+    """Finds the file names in the index of a torch.distributed.checkpoint folder without running
+    code from the index.
 
     The class does not need torch. It uses Python's slow unpickler, because nine bytes of a pickle
     can make the fast unpickler allocate a memo of any size. The opcode that allocates a bytearray
@@ -217,8 +219,9 @@ class _FilesOfIndex(pickle._Unpickler):
 
 
 def _check_parts(path: Path) -> None:
-    """Raise ValueError if a torch.distributed.checkpoint folder lacks parts, because other nodes
-    wrote them to their own disks.
+    """Raise ValueError if a torch.distributed.checkpoint folder lacks parts.
+
+    Parts are missing if other nodes wrote them to their own disks.
     """
     for index in path.rglob(".metadata") if path.is_dir() else ():
         with index.open("rb") as file:
@@ -278,9 +281,9 @@ def _post() -> None:
 
 
 def finish(seconds: float | None) -> bool:
-    """Wait until the last copy is in the bucket, and return whether it is there.
+    """Wait for the last copy, and return whether it has reached the bucket.
 
-    Waits at most `seconds`; None means no limit.
+    Wait at most `seconds`; None means no limit.
     """
     uploads = _CopyState.uploads
     return uploads is None or _CopyState.process != os.getpid() or (uploads.wait(seconds) and not uploads.lost)
@@ -318,8 +321,8 @@ def _at_exit() -> None:
 
 
 def _has_failed() -> bool:
-    """Whether the script is ending because of an exception. In that case it does not wait for the
-    last copy, because the job restarts anyway.
+    """Whether the script is ending because of an exception. In that case, the script does not wait
+    for the last copy, because the job restarts anyway.
     """
     written = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return hasattr(sys, "last_type") or (bool(written) and Path(written).exists())
@@ -331,7 +334,7 @@ def _has_failed() -> bool:
 def record(folder: Path, path: Path, step: int) -> None:
     """Record that a checkpoint in the folder is the newest one.
 
-    Raises OSError, and ValueError if the checkpoint is not in the folder.
+    Raises OSError, or ValueError if the checkpoint is not in the folder.
     """
     made, home = path.resolve(), folder.resolve()
     if not made.is_relative_to(home):
@@ -345,7 +348,7 @@ def record(folder: Path, path: Path, step: int) -> None:
         with temporary.open("w") as file:
             json.dump({"name": name, "step": step}, file)
             file.flush()
-            os.fsync(file.fileno())  # Without this, the file may be empty after a power failure.
+            os.fsync(file.fileno())  # Without fsync, the file may be empty after a power failure.
         temporary.replace(folder / RECORD)
     except OSError:
         discard(temporary)

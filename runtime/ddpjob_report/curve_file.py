@@ -17,7 +17,7 @@ from ddpjob_report import link
 FOLDER = "run"
 """Name of the subfolder of the checkpoint folder that holds the curves."""
 SHORTEST_PAUSE = 0.5
-"""Minimum number of seconds between two lines. It applies at first."""
+"""Minimum pause between two lines, in seconds. The first lines are this far apart."""
 LINES_PER_LIFE = 2000
 """The pause between two lines is the time since the script began, divided by this number, but at
 least SHORTEST_PAUSE. A week of training writes about 15,000 lines.
@@ -26,8 +26,8 @@ _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 
 
 class CurveFile(Outbox):
-    """Writes the curves in a thread of its own. If the folder hangs, only lines of this file are
-    lost, and posts to the coordinator continue.
+    """Writes the curves in its own thread. If the folder hangs, only lines of the file are lost,
+    and posts to the coordinator continue.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,8 +82,8 @@ def add(figures: dict[str, Any]) -> None:
     global _file
     if _file is None:
         folder = JobEnvironment.read().checkpoint_dir
-        # The folder is not created here. If its volume were not mounted, it would be on the node's
-        # own disk.
+        # Do not create the folder. If its volume were not mounted, the new folder would be on the
+        # node's own disk.
         if not folder or not Path(folder).is_dir() or not link.is_reporting():
             return
         _file = CurveFile(Path(folder))

@@ -5,16 +5,17 @@ args = TrainingArguments(output_dir=str(folder), ...)
 trainer = Trainer(..., args=args, callbacks=[DDPJobCallback()])
 trainer.train(resume_from_checkpoint=last_checkpoint(folder))
 
-The callback keeps the newest state in the nodes' memory, and `last_checkpoint` returns it if it is
-newer than the folder's checkpoints. The state consists of weights, optimizer, scheduler, scaler,
-the Trainer's own state, and each rank's random generators. As with any checkpoint, the Trainer
-finds its position in the data by counting steps. The state after a step is taken only when the next
-step or epoch begins, so it includes the log and the evaluation that followed the step.
+The callback keeps the latest state in the nodes' memory. If that state is newer than the folder's
+checkpoints, `last_checkpoint` returns it as a checkpoint. The state consists of weights, optimizer,
+scheduler, scaler, the Trainer's own state, and each rank's random generators. As with any
+checkpoint, the Trainer finds its position in the data by counting steps. The state after a step is
+taken only when the next step or epoch begins, so it includes the log and the evaluation that
+followed the step.
 
-The state does not include changes to other callbacks' states since the last checkpoint
-(`restore_callback_states_from_checkpoint`, such as EarlyStoppingCallback's patience), random
-generators in data-loader processes, or rank-specific buffers. Models sharded by FSDP or DeepSpeed
-are not kept in memory, so they continue from checkpoints.
+The state does not include random generators in data-loader processes, rank-specific buffers, or
+changes to other callbacks since the last checkpoint. An example of such a change is the patience of
+EarlyStoppingCallback with `restore_callback_states_from_checkpoint`. Models sharded by FSDP or
+DeepSpeed are not kept in memory, so they continue from checkpoints.
 """
 
 from __future__ import annotations
@@ -40,29 +41,29 @@ from ddpjob_report.snapshots import bare, sharding_of
 
 
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
-    """Reports steps and the Trainer's logs, and keeps the newest state in memory.
+    """Reports steps and the Trainer's logs, and keeps the latest state in memory.
 
-    When a pod is asked to stop, the callback makes the Trainer save a checkpoint, and then exits.
+    When a pod is asked to stop, the callback makes the Trainer save a checkpoint, and then ends the
+    process.
     """
 
     def __init__(self) -> None:
         self._leaving = False
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The last step whose state was taken or, before that, the step that training continued
-        from.
+        """The last step whose state was taken. Until a state is taken, the step that training
+        continued from.
         """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Check that the ranks form a group, and record the step that training continues from. Runs
-        on all ranks.
+        """Check that the ranks form a group, and record the step that training continues from.
 
-        Warns if the Trainer would continue in a different epoch from the one that its checkpoint
-        was saved in.
+        Runs on all ranks. Warns if the Trainer would not continue in the epoch in which its
+        checkpoint was saved.
 
         Raises:
-            RuntimeError: each rank trains its own model, for example without a GPU if
-                `use_cpu=True` is not set.
+            RuntimeError: each rank trains its own model. On a machine without a GPU, this happens
+                unless `use_cpu=True` is set.
         """
         remedy = "without a GPU, pass TrainingArguments(use_cpu=True) or set ACCELERATE_USE_CPU=true"
         check_group("the Trainer", args.world_size, remedy)
@@ -78,7 +79,7 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             return
         left_at, per_step = state.epoch or 0, args.num_train_epochs / state.max_steps
         begun_at = min(state.global_step * per_step, args.num_train_epochs)
-        # Between runs, an epoch may become one step longer or shorter, so allow for that.
+        # Allow for an epoch that has become one step longer or shorter since the last run.
         if abs(begun_at - left_at) > (left_at + 2) * per_step:
             sys.stderr.write(
                 f"ddpjob_report: warning: the checkpoint was saved at epoch {left_at:.2f}, but training continues at "
@@ -95,8 +96,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         """Take the state after the previous step, on all ranks.
 
         When the Trainer resumes, it restores a checkpoint's random generators after it has fetched
-        the first batch. Their states are therefore taken at the same point, which is when this
-        method is called.
+        the first batch. So this method, which is called after a batch has been fetched, takes the
+        states of the generators.
         """
         self._take(args, state, given)
 
@@ -129,10 +130,9 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         report(**values)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Copy a new checkpoint to the bucket, if the job has one. Exit if the pod was asked to
-        stop.
+        """Copy a new checkpoint to the job's bucket, if any. Exit if the pod was asked to stop.
 
-        This runs on all ranks.
+        Runs on all ranks.
         """
         made = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and JobEnvironment.read().checkpoint_url and made.is_dir():
@@ -150,9 +150,9 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
 def last_checkpoint(folder: str | Path) -> str | None:
     """Return the path of the newest state, for `resume_from_checkpoint`; None if there is no state.
 
-    This is the newest complete checkpoint in the Trainer's output folder or, if that has more
-    steps, a checkpoint that is made here from the state in the nodes' memory. All ranks must call
-    this.
+    The newest state is either a complete checkpoint in the Trainer's output folder, or the state in
+    the nodes' memory. If the state in memory has more steps, it is written as a checkpoint. All
+    ranks must call this.
 
     Raises OSError if the state in memory cannot be written to a file.
     """
@@ -200,9 +200,9 @@ def _generators(args: Any) -> dict[str, Any]:
 
 
 def _write(checkpoint: Path, found: Restored) -> None:
-    """Write a state as the files of a Trainer's checkpoint.
+    """Write a state as a checkpoint in the Trainer's format.
 
-    The Trainer's own state is written last, so a checkpoint that has it is complete.
+    The Trainer's own state is written last, so a checkpoint that contains it is complete.
     """
     import torch
     from safetensors.torch import save_file
@@ -221,8 +221,8 @@ def _write(checkpoint: Path, found: Restored) -> None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint is complete. The file with the Trainer's own state is written last, so
-    it must be readable.
+    """Whether a checkpoint is complete: the Trainer's own state, which is written last, must be
+    readable.
     """
     try:
         return isinstance(json.loads((checkpoint / "trainer_state.json").read_text()), dict)

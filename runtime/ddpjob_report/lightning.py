@@ -5,17 +5,17 @@ saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=1000)
 trainer = Trainer(..., callbacks=[saving, DDPJobCallback()])
 trainer.fit(model, data, ckpt_path=last_checkpoint(folder))
 
-The callback keeps the newest state in the nodes' memory, and `last_checkpoint` returns it if it is
-newer than the folder's checkpoints. The state consists of everything that `trainer.save_checkpoint`
-would write (model, optimizers, schedulers, scaler, loops, callbacks, data module), and each rank's
-random generators.
+The callback keeps the latest state in the nodes' memory. If that state is newer than the folder's
+checkpoints, `last_checkpoint` returns it as a checkpoint. The state consists of everything that
+`trainer.save_checkpoint` would write (model, optimizers, schedulers, scaler, loops, callbacks, data
+module), and each rank's random generators.
 
-If a state was taken within an epoch, Lightning itself would repeat the epoch's first batches. The
-callback makes the data loader skip these batches, if the loader has a sampler and does not restore
-a state itself. The callback also does so after a restart from a checkpoint. The order of the
-samples stays the same if it depends only on the epoch, as with DistributedSampler. The state after
-an epoch's last step is taken at the end of the epoch, because Lightning cannot continue a second
-time from a state between that step and the end.
+If a state was taken within an epoch, Lightning itself would repeat the epoch's first batches. If
+the data loader has a sampler and does not restore a state itself, the callback makes the loader
+skip these batches. The same applies to a restart from a checkpoint. The order of the samples stays
+the same if it depends only on the epoch, as with DistributedSampler. The state after an epoch's
+last step is taken at the end of the epoch, because Lightning cannot continue a second time from a
+state between that step and the end.
 
 The state does not include gradients that are being accumulated, changes made in the model's
 `on_train_epoch_end`, random generators in data-loader processes, or steps of optimizers that
@@ -54,7 +54,7 @@ _STOPPED = "stopped-step="
 
 
 class DDPJobCallback(Callback):  # type: ignore[misc]
-    """Reports steps, the loss and the model's logged values, and keeps the newest state in memory.
+    """Reports steps, the loss and the model's logged values, and keeps the latest state in memory.
 
     When a pod is asked to stop, the callback saves a checkpoint and exits. In a job with a bucket,
     the checkpoint is also copied to the bucket. `folder` is the folder for this checkpoint; None
@@ -64,24 +64,25 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
         self._step = 0
-        """The number of optimizer steps when the ranks last checked whether they should stop."""
+        """The number of optimizer steps when the ranks last checked whether to stop."""
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The last step whose state was taken or, before that, the step that training continued
-        from.
+        """The last step whose state was taken. Until a state is taken, the step that training
+        continued from.
         """
         self._generators: bytes = b""
-        """States of the random generators, pickled, which are set once the first batch has been
-        fetched; empty if there are none.
+        """Pickled states of the random generators, to be restored once the first batch has been
+        fetched; empty if there are none to restore.
         """
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Check that the ranks form a group, and record the step that training continues from. Runs
-        on all ranks.
+        """Check that the ranks form a group, and record the step that training continues from.
+
+        Runs on all ranks.
 
         Raises:
-            RuntimeError: each rank trains its own model, for example without `strategy="ddp"` and
-                `num_nodes`.
+            RuntimeError: each rank trains its own model, for example because `strategy="ddp"` and
+                `num_nodes` are missing.
         """
         sizes = {"num_nodes": "GROUP_WORLD_SIZE", "devices": "LOCAL_WORLD_SIZE"}
         given = ", ".join(f'{name}=int(os.environ.get("{variable}", 1))' for name, variable in sizes.items())
@@ -100,8 +101,9 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._continue_data(trainer)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Restore the random generators before the first batch after a restart is computed. Later
-        calls do nothing.
+        """Restore the random generators before the first batch after a restart.
+
+        Later calls do nothing.
         """
         self._set_generators()
 
@@ -160,8 +162,9 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     def _continue_data(self, trainer: Any) -> None:
         """Make the data loaders continue where the state was taken.
 
-        Within an epoch, they skip its first batches. At the end of an epoch, they begin the next
-        epoch in the same order of samples as without a restart.
+        If the state was taken within an epoch, the loaders skip the epoch's first batches. If it
+        was taken at the end of an epoch, the loaders begin the next epoch, with the samples in the
+        same order as without a restart.
         """
         loaders, fetcher = _leaves(trainer.train_dataloader), getattr(trainer.fit_loop, "_data_fetcher", None)
         if not trainer.global_step or fetcher is None or any(hasattr(each, "load_state_dict") for each in loaders):
@@ -171,7 +174,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         for batches in filter(None, (getattr(each, "batch_sampler", None) for each in loaders)):
             if not hasattr(batches, "sampler"):
                 continue
-            # This must happen now, because the processes of a loader draw samples as soon as it is
+            # Do this now, because a loader's processes draw samples as soon as the loader is
             # iterated.
             if hasattr(batches.sampler, "set_epoch"):
                 batches.sampler.set_epoch(trainer.current_epoch)
@@ -179,7 +182,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 batches.sampler = _Rest(batches.sampler, done * batches.batch_size)
         if not is_within:
             self._set_generators()
-        iter(fetcher)  # Iterate again from the beginning, because Lightning did so before it called any callback.
+        iter(fetcher)  # Start iterating again, because Lightning started before it called any callback.
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Report the results of an evaluation. `val_accuracy` or `val_acc` is shown as accuracy."""
@@ -223,10 +226,10 @@ def _leaves(loaders: Any) -> list[Any]:
 def last_checkpoint(folder: str | Path) -> str | None:
     """Return the path of the newest state, for `ckpt_path`; None if there is no state.
 
-    This is the newest whole checkpoint in the folder or, if that has more steps, a checkpoint that
-    is made here from the state in the nodes' memory. In the folder, the newest checkpoint has the
-    highest number at the end of its name, as in ModelCheckpoint's `{epoch}-{step}`. All ranks must
-    call this.
+    The newest state is either a complete checkpoint in the folder, or the state in the nodes'
+    memory. If the state in memory has more steps, it is written as a checkpoint. Checkpoints in the
+    folder are ordered by the number at the end of their names, as in ModelCheckpoint's
+    `{epoch}-{step}`. All ranks must call this.
 
     Raises OSError if the state in memory cannot be written to a file.
     """
@@ -251,7 +254,7 @@ def _sharding(trainer: Any) -> str:
 def _state(trainer: Any) -> dict[str, Any]:
     """Return the state that `trainer.save_checkpoint` would write.
 
-    It comes from a private function, because Lightning's public one writes a file.
+    The state comes from a private function, because Lightning's public function writes a file.
     """
     made: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return made

@@ -29,7 +29,7 @@ class Link(Outbox):
     def add(self, figures: dict[str, Any]) -> None:
         """Queue figures for the next post.
 
-        The time of their step is recorded now, because the post may happen later.
+        The time of the step is recorded now, because the post may happen later.
         """
         self._note_step(figures)
         super().add(figures)
@@ -67,17 +67,17 @@ class Link(Outbox):
             return False
         if status == 400 and not self._refused:
             self._refused = True
-            # Writing fails if the disk is full. The script should continue, because its next report
+            # If the disk is full, this write fails, but the script should continue. Its next report
             # may be valid.
             with contextlib.suppress(OSError):
                 sys.stderr.write(f"ddpjob_report: the coordinator rejected a report: {answer:.200}\n")
         return status in (200, 400)
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Return the figures with speed and remaining time, which are computed from the steps,
-        unless the script reports them itself.
+        """Return the figures with speed and remaining time, unless the script reports these itself.
 
-        Neither of the two is added to the last post, because it happens some time after its step.
+        Both are computed from the steps. They are not added to the last post, because that post
+        happens some time after its step.
         """
         step, speed = figures.get("step"), self._pace.per_second
         if step is None or not speed or self._closing:
@@ -103,10 +103,9 @@ def post(figures: dict[str, Any]) -> None:
 
 
 def prepare() -> bool:
-    """Start the thread that posts figures, if this is rank 0 of a job. Later calls do not start a
-    second one.
+    """Start the thread that posts figures, if this is rank 0 of a job.
 
-    Return whether this is rank 0 of a job.
+    Return whether this is rank 0 of a job. Later calls do not start a second thread.
     """
     global _link
     if _link is None:
@@ -118,7 +117,7 @@ def prepare() -> bool:
 
 
 def is_reporting() -> bool:
-    """Whether this process posts figures, because it is rank 0 of a job and has begun to do so."""
+    """Whether this process is rank 0 of a job and has begun to post figures."""
     return _link is not None
 
 

@@ -5,13 +5,13 @@ optimizers, loops, position in the data). If our code restored the parts from ou
 to follow that order, which changes from version to version.
 
 Rule: a state in memory has the content that the framework would save. At startup, `as_checkpoint`
-writes the newest state as a checkpoint in the framework's format, once per node, and the framework
-resumes from that checkpoint. It is removed once training has begun. It is written to the node's
-memory if that has room for it in addition to two states. If there is not enough room, it is written
-to the folder for temporary files.
+writes the latest state as a checkpoint in the framework's format, once per node. The framework
+resumes from that checkpoint, which is removed once training has begun. If the node's memory has
+room for the checkpoint in addition to two states, the checkpoint is written there. If there is not
+enough room, it is written to the folder for temporary files.
 
-A script asks for its checkpoint before the framework has formed its process group. The ranks then
-form a temporary group over gloo, which ends before the framework forms its own group.
+A script asks for its checkpoint before the framework has formed a process group. So the ranks form
+a temporary group over gloo, and end it before the framework forms its own group.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class FrameworkMemory:
     @classmethod
     def begin(cls, step: int) -> FrameworkMemory | None:
         """Record that training begins after `step` steps, and return this rank's access to the
-        memory. All ranks of the group must call this.
+        memory.
 
-        Return None if the job does not keep states in memory.
+        Return None if the job does not keep states in memory. All ranks of the group must call
+        this.
         """
         job = JobEnvironment.read()
         if not job.may_have_snapshots:
@@ -80,8 +81,8 @@ class FrameworkMemory:
 
     @property
     def own(self) -> bytes:
-        """This rank's private part of the restored state; empty if no state was restored or it has
-        no such part.
+        """This rank's private part of the restored state; empty if no state was restored, or if the
+        state has no such part.
         """
         return b"" if self._found is None else self._found.owns.get(int(os.environ.get("RANK", "0")), b"")
 
@@ -94,7 +95,7 @@ class FrameworkMemory:
 
         `own` returns this rank's private part of the state.
 
-        Raises RuntimeError if a rank is gone, as in any collective.
+        Raises RuntimeError if a rank is gone.
         """
         self._snapshots.take(step, make, own)
         link.post(self._snapshots.news())
@@ -116,7 +117,7 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
 
     Args:
         newest: number of steps in the newest checkpoint; 0 if there is none.
-        name: name for the checkpoint. It contains `{step}`, which is replaced.
+        name: name of the checkpoint, in which `{step}` is replaced by the number of the step.
         write: function that writes the checkpoint to a new path, on one rank of each node.
 
     Raises:
@@ -132,8 +133,8 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
         snapshots = open_memory(job, exchange, together=True)
         found = snapshots.restore(views=True)
         snapshots.use(TorchExchange(0, 1))  # The temporary group ends here.
-        # All ranks must make the same decision, although each may see a different newest
-        # checkpoint. So they use the highest step that any of them sees.
+        # Each rank may see a different newest checkpoint, but all ranks must make the same
+        # decision. So they use the highest step that any rank sees.
         highest = max(int(said) for said in exchange.gather_bytes(str(newest).encode()))
         if found is None or found.moment.step <= highest:
             FrameworkMemory._at_start = FrameworkMemory(snapshots)

@@ -20,14 +20,13 @@ _NAMED = re.compile(r"(\d+)(?:-v(\d+))?(?:\.\w+)?$")
 
 
 def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | None:
-    """Return the checkpoint to resume from: the complete one with the highest number at the end of
-    its name.
+    """Return the checkpoint to resume from; None if there is none.
 
-    The number precedes the file's extension. If two numbers are equal, the higher version counts,
-    because Lightning appends -v1, -v2, ... if a file with that name exists. In a job with a bucket,
-    all ranks get the newest checkpoint in the bucket instead. Without a bucket, or while it is
-    empty, return None if each node has its own folder, because ranks would resume from different
-    steps.
+    In a job with a bucket, all ranks get the newest checkpoint in the bucket. Without a bucket, or
+    if the bucket is empty, return the complete checkpoint in `paths` whose name ends in the highest
+    number, before any file extension. If two numbers are equal, the higher version counts, because
+    Lightning appends -v1, -v2, ... to a name that already exists. If each node has its own folder,
+    return None, because ranks would resume from different steps.
     """
     if JobEnvironment.read().checkpoint_url:
         found = restore_checkpoint()
@@ -64,10 +63,9 @@ class Refusal(RuntimeError):
 
 
 def check_group(framework: str, processes: int, remedy: str) -> None:
-    """Raise Refusal, a RuntimeError, if the framework trains in a single process although the job
-    has several.
+    """Raise Refusal, a RuntimeError, if each of the job's ranks would train alone.
 
-    In this case, the ranks would overwrite each other's models.
+    In that case, the ranks would overwrite each other's models.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     if processes == 1 and world != "1" and JobEnvironment.read().coordinator:
@@ -78,7 +76,7 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
 def figures(values: dict[str, Any]) -> dict[str, Any]:
     """Return the logged values that are numbers, but at most half as many as a report can hold.
 
-    Loggers accept any value under any name. So other values are dropped, and long names are
+    Loggers accept any value under any name, so other values are dropped and long names are
     shortened.
     """
     read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}

@@ -6,10 +6,10 @@
         optimizer.step()
         snapshots.take(step + 1)
 
-A restart continues after the newest step whose state any node has in memory, instead of from the
-newest checkpoint. Each node copies weights and optimizer state into its memory. It does so as often
-as it can without using more than a hundredth of the time (`recovery.snapshots`). With each copy,
-the private state of each rank is sent to all nodes. It consists of random generators, the states of
+After a restart, training continues from the latest state that any node has in memory, instead of
+from the newest checkpoint. Each node copies weights and optimizer state into its memory, as often
+as it can in at most a hundredth of the training time (`recovery.snapshots`). With each copy, every
+rank sends its private state to all nodes. This state consists of random generators, the states of
 schedulers, scalers and loaders, and buffers that DDP does not synchronize.
 """
 
@@ -35,41 +35,45 @@ from ddpjob_runtime import protocol
 from ddpjob_report import link, stop
 
 _OWN_BYTES = 1 << 16
-"""Maximum total size in bytes of the tensors in a private state. An object with larger tensors
-belongs to the state that all ranks share.
+"""Maximum total size of the tensors in an object's private state, in bytes. An object with larger
+tensors belongs to the state that all ranks share.
 """
 _SHARDING = {"FullyShardedDataParallel": "FSDP", "ZeroRedundancyOptimizer": "ZeRO", "ShardedTensor": "FSDP"}
 
 
 class Snapshots:
-    """Keeps the newest states in memory. When the object is created, it restores the newest one.
+    """Keeps the latest states in memory, and restores the latest one when the object is created.
 
-    All ranks must create one.
+    All ranks must create a `Snapshots` object.
 
     Attributes:
-        step: number of steps that were completed in the restored state; 0 if no state was restored.
-            If you then load a checkpoint of your own, set `step` to the checkpoint's step, and
-            begin your loop there.
+        step: number of steps completed in the restored state; 0 if no state was restored. If you
+            load a checkpoint of your own afterwards, set `step` to the checkpoint's step, and begin
+            your loop there.
         restored: whether a state in memory was restored.
 
-    Outside a job, and with `recovery.snapshots: none`, it neither restores nor keeps anything.
+    Outside a job, and with `recovery.snapshots: none`, the object neither restores nor keeps
+    states.
     """
 
     _current: weakref.ref[Snapshots] | None = None
-    """The object that currently keeps states in the node's memory; None before the first one."""
+    """The object that currently keeps states in the node's memory; None before the first such
+    object.
+    """
 
     def __init__(self, *unnamed: Any, **objects: Any) -> None:
         """Restore the state of these objects in place, if any node has it in memory.
 
-        Create this object after the process group exists and the model is on its device. The model
+        Create this object once the process group exists and the model is on its device. The model
         may be wrapped (DistributedDataParallel, torch.compile) before or afterwards.
 
         Args:
             unnamed: must be empty, because every object needs a name.
-            objects: all objects with `state_dict()` and `load_state_dict()`, by name: model,
-                optimizer, scheduler, scaler, loader. All ranks must use the same names. Models,
-                optimizers and objects with more than 64 KiB of tensors must have the same state on
-                all ranks. Other objects may have different states.
+            objects: all objects whose state is to be kept, by name: model, optimizer, scheduler,
+                scaler, loader. Each must have `state_dict()` and `load_state_dict()`. All ranks
+                must use the same names. Models, optimizers and objects with more than 64 KiB of
+                tensors must have the same state on all ranks. Other objects may have different
+                states.
 
         Raises:
             TypeError: an object has no name, lacks one of these methods, or is sharded (FSDP,
@@ -112,10 +116,9 @@ class Snapshots:
     def take(self, step: int) -> None:
         """Keep the state after `step` steps in memory, if a copy is due. All ranks must call this.
 
-        Call it after each step of the optimizer, the scheduler and the scaler. If it is called
-        again with the same step, it does nothing. So you can call it after each batch even if
-        gradients accumulate over several batches. The state is then kept directly after each step
-        of the optimizer.
+        Call this after each step of the optimizer, the scheduler and the scaler. A second call with
+        the same step does nothing. So if gradients accumulate over several batches, you can still
+        call this after each batch, and the state is kept directly after each optimizer step.
 
         Args:
             step: number of optimizer steps since training began, including steps before a restart.
@@ -124,7 +127,7 @@ class Snapshots:
             TypeError: `step` is not a whole number, an object is sharded, or a state cannot be
                 pickled.
             ValueError: `step` is lower than in the last call.
-            RuntimeError: a rank is gone, as in any collective.
+            RuntimeError: a rank is gone.
         """
         number, is_first = self._checked(step), self._last is None
         if number == (self.step if is_first else self._last):
@@ -216,8 +219,8 @@ class Snapshots:
     def _keeps_buffers_of(self, module: Any) -> bool:
         """Whether this rank keeps its own copy of the module's buffers.
 
-        Rank 0 always does. The other ranks need not if DDP broadcasts rank 0's buffers before each
-        step.
+        If there are several ranks, rank 0 keeps a copy. Each of the other ranks also keeps one,
+        unless DDP broadcasts rank 0's buffers before each step.
         """
         return self._exchange.world > 1 and (
             self._exchange.rank == 0 or not getattr(module, "broadcast_buffers", False)
@@ -266,8 +269,8 @@ def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool 
 
 
 def sharding_of(thing: Any) -> str:
-    """Return the name of the method that shards a model or an optimizer over the ranks; empty if it
-    is not sharded.
+    """Return the name of the method that shards a model or an optimizer over the ranks; empty if
+    none does.
     """
     import torch
 
@@ -333,19 +336,17 @@ def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
 
 
 def _is_alike(thing: Any) -> bool:
-    """Whether this object is of a kind whose state is the same on all ranks: a model or an
-    optimizer.
-    """
+    """Whether this object is a model or an optimizer. Their state is the same on all ranks."""
     import torch
 
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
 
 
 def bare(thing: Any) -> Any:
-    """Return the module without its wrappers (DDP, torch.compile). Then the names in its state do
-    not depend on them.
+    """Return the module without its wrappers (DDP, torch.compile).
 
-    For example, a job with one rank does not use DDP, but may have two ranks after a restart.
+    A wrapper would change the names in the module's state, and can be absent after a restart. For
+    example, a job with one rank does not use DDP, but may have two ranks after a restart.
     """
     import torch
 
@@ -363,8 +364,8 @@ def _for_loading(thing: Any, state: Any) -> Any:
     """Return a state that an object can keep. `state` consists of views that are valid only until
     the next copy.
 
-    A module copies its own parameters and buffers from the state, so these views are returned as
-    they are. All other tensors are cloned here, because an object may keep them, as optimizers do.
+    A module copies the values of its parameters and buffers, so the views of these are returned
+    unchanged. All other tensors are cloned here, because an object may keep them, as optimizers do.
     """
     import torch
 

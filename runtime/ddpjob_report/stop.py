@@ -1,12 +1,13 @@
 """Makes SIGTERM set a flag on which the ranks agree, so that all of them stop after the same step.
 
-Only the ranks of a deleted pod get SIGTERM, but all ranks must save after the same step. So they
-exchange the flag whenever the script calls `should_stop`. The flag is one number, sent over gloo in
-a separate group, which neither waits for the GPU nor mixes with the script's collectives. The save
-must be complete before the pod's grace period is over.
+Only the ranks of a deleted pod get SIGTERM, but all ranks must save after the same step. So all
+ranks exchange the flag whenever the script calls `should_stop`. The flag is one number, sent in a
+separate gloo group. This exchange does not wait for the GPU, and does not mix with the script's
+collectives. The save must be complete before the pod's grace period is over.
 
 Example: node 1 gets SIGTERM during step 41. After step 41, `should_stop()` is true on every rank.
-All save, wait for each other, and exit with EXIT_STEPPED_ASIDE, which does not count as a failure.
+All ranks save, wait for each other, and exit with EXIT_STEPPED_ASIDE. This does not count as a
+failure.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment
 from ddpjob_pod.sigterm import SigtermFlag
 
 _MARGIN = 5.0
-"""Number of seconds of the grace period that are reserved for what happens after the save."""
+"""Seconds of the grace period that are reserved for the work after the save."""
 _GLOO_DEFAULT = datetime.timedelta(minutes=30)
 """torch's default timeout for a collective over gloo."""
 
@@ -43,21 +44,21 @@ class _State:
     flag = SigtermFlag(_say_asked)
     """The flag that is set if this process was asked to stop."""
     since: float | None = None
-    """When this process learned that a rank was asked to stop, by time.monotonic()."""
+    """When this process learned that a rank was asked to stop, as a value of time.monotonic()."""
     agreed = False
     """Whether the ranks have agreed that one of them was asked to stop."""
     warned = False
     world: Callable[[], Any] = staticmethod(lambda: None)
     group: Callable[[], Any] = staticmethod(lambda: None)
-    """The separate group over gloo. It was created when `world` was the script's process group.
-    torch owns both groups. They end when the script destroys them.
+    """The separate gloo group, created for the script's process group `world`. torch owns both
+    groups, and they end when the script destroys them.
     """
 
 
 def agreed() -> bool:
     """Whether any rank was asked to stop.
 
-    All ranks must call this equally often. Then they all get the same result.
+    All ranks must call this the same number of times, so that all get the same result.
     """
     _listen()
     if not _State.agreed:
@@ -135,7 +136,7 @@ def _timeout(world: Any) -> Any:
     """
     given = []
     for device in getattr(world, "_device_types", ()):
-        # This backend or version of torch does not reveal its timeout.
+        # An error means that this backend or this version of torch does not reveal its timeout.
         with contextlib.suppress(AttributeError, RuntimeError):
             given.append(world._get_backend(device).options._timeout)
     longest = max(given, default=_GLOO_DEFAULT)

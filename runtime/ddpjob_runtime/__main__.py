@@ -49,9 +49,9 @@ def main() -> None:
 def find_package() -> None:
     """Import the runtime's packages without changing `sys.path`, which belongs to the user.
 
-    Python has put this file's folder first on `sys.path`. In job pods, that entry is the archive
-    that contains this file. Replace the entry only during the imports. Once a package is imported,
-    Python finds its submodules through the package's own path.
+    Python has put an entry for this file on `sys.path`: the file's folder or, in job pods, the
+    archive. This function removes that entry after the imports. Once a package is imported, Python
+    finds its submodules through the package's own path.
     """
     folder = Path(__file__).resolve().parent
     sys.path[0] = str(folder.parent if folder.is_dir() else folder)

@@ -241,9 +241,9 @@ def nccl_transport(log: str) -> str:
 def _gloo_interface() -> str:
     """Return the name of the network interface that gloo uses.
 
-    Like torch, use the interface that the variable GLOO_SOCKET_IFNAME names. If the variable is not
-    set, gloo looks up the address of this host's own name and uses the interface with that address,
-    or the loopback interface if there is none.
+    Like torch, use the interface that the GLOO_SOCKET_IFNAME variable names. If this variable is
+    not set, gloo looks up the address of this host's own name and uses the interface with that
+    address. If there is no such interface, gloo uses the loopback interface.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:

@@ -254,7 +254,7 @@ class ReadyModule:
         return self._module
 
     def exec_module(self, module: Any) -> None:
-        """Add the modules that `ddpjob_report` uses to sys.modules, and call its `begin`.
+        """Put the modules that `ddpjob_report` uses into sys.modules, and call its `begin`.
 
         Without a fork server, importing `ddpjob_report` has the same effects.
         """
@@ -269,8 +269,8 @@ class ReadyModule:
 
 
 report_modules: dict[str, Any] = {}
-"""Maps names to modules: `ddpjob_report` and the modules that it uses, if the fork server has
-imported `ddpjob_report` for its workers. Empty otherwise.
+"""Maps names to modules: `ddpjob_report` and the modules that it uses. The dict is empty unless the
+fork server has imported `ddpjob_report` for its workers.
 """
 
 
@@ -646,8 +646,8 @@ class Reason:
     """
 
     wanted = False
-    """Whether this process writes the reason for its failure. Only processes that are started by
-    the torchrun of a `command` do.
+    """Whether this process writes the reason for its failure. It is True only in processes started
+    by the torchrun of a `command`.
     """
 
     def __init__(self, code: int, is_init: bool, said: str, trace: str) -> None:
@@ -1009,7 +1009,7 @@ class StepCounter:
             self.posted, self.described = steps, self.instance
 
     def trains_alone(self, steps: int, least: int) -> bool:
-        """Return whether each rank seems to train its own model. The first time it is true, log it.
+        """Return whether each rank seems to train its own model. If so, log this once.
 
         The result is False before the step `least`, because the ranks might still form a group.
         """

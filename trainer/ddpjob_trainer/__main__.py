@@ -18,7 +18,7 @@ from ddpjob_trainer.lifecycle import fast_exit
 
 _EXTRA = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklearn", "matplotlib", "rich", "psutil",
           "prometheus_client")  # fmt: skip
-"""Import names of the packages that the extra `trainer` installs. An image may lack some of them.
+"""Import names of the packages that the `trainer` extra installs. An image may lack some of them.
 """
 _INSTALL = "pip install '.[trainer]' in the checkout of DDPJob"
 """How to install these packages, worded as in ddpjob/missing_package.py, which the trainer must not

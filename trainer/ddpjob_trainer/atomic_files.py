@@ -16,15 +16,15 @@ Check = Callable[[], None]
 
 @contextmanager
 def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[bytes]]:
-    """Yield a temporary file that replaces `path` at the end of the `with`.
+    """Yield a temporary file that replaces `path` at the end of the context.
 
-    The temporary file is next to `path`. At the end, the temporary file is synced and renamed to
-    `path`. Then the folder is synced. If `before_rename` is given, it is called after the content
-    is synced and before the rename. If `before_rename` or the body of the `with` raises an
-    exception, the old file is kept. Raises OSError.
+    The temporary file is next to `path`. At the end of the context, the temporary file is synced
+    and renamed to `path`. Then the folder is synced. If `before_rename` is given, it is called
+    after the content is synced and before the rename. If the body of the context or `before_rename`
+    raises an exception, the old file is kept. Raises OSError.
     """
-    # Process ids alone are not enough: containers that share the folder usually have the same
-    # process ids.
+    # Process ids alone are not enough, because containers that share the folder usually have the
+    # same process ids.
     writer = f"{JobEnvironment.read().host}.{os.getpid()}"
     temporary = path.parent / f".{path.name}.{writer}.tmp"
     try:
@@ -68,7 +68,7 @@ def sync_folder(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or folder. Raises OSError.
 
-    A folder is renamed before its content is removed, so that no process sees a folder with only a
+    A folder is renamed before its content is removed, so that no process sees a folder with only
     part of its content.
     """
     if not path.is_dir() or path.is_symlink():

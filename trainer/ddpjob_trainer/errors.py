@@ -88,7 +88,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class StartRefused(SystemExit):
-    """Ends the program with the exit code `code` because it cannot start as configured.
+    """Ends a program that cannot start as configured, with the exit code `code`.
 
     The message appears in the job's status.
     """

@@ -22,9 +22,9 @@ either, but they are recognized by the folder name site-packages.
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
     """Return the function or class that `name` refers to.
 
-    `name` is the value of the configuration key `key`. Other values of this key may begin with one
-    of the words in `kinds`. If the module does not exist, the error suggests the most similar of
-    these words. Raises ConfigError with the remedy.
+    `name` is a value of the configuration key `key`. `kinds` are words with which other values of
+    this key may begin. If the module does not exist, the error suggests the most similar of these
+    words. Raises ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")
     if not where or not attribute:
@@ -33,7 +33,7 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            # The user's module exists, but a module that it imports does not exist.
+            # The user's module exists, but a module that it imports does not.
             if not f"{where}.".startswith(f"{error.name}."):
                 raise
             near = difflib.get_close_matches(where, kinds, n=1)
@@ -54,7 +54,7 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
 
 @contextmanager
 def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigError) -> Iterator[None]:
-    """Replace an exception from the user's code with an error that explains it.
+    """Replace an exception from the user's code with an error that explains the exception.
 
     The error has the class `kind`, and names the key, the call and the line.
     """

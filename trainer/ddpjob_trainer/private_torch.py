@@ -7,8 +7,8 @@ all.
     replaced (all since torch 2.6, the oldest supported)
         torch._weights_only_unpickler.UnpicklingError   by a shorter one, at the first import of
                                                         checkpoints/torch_file.py
-        torch.distributed.Work.wait                     by one that is timed
-        ProcessGroup._allgather_base and the like       by ones that are timed, on GPUs
+        torch.distributed.Work.wait                     by a timed version
+        ProcessGroup._allgather_base and the like       by timed versions, on GPUs
     called
         Variable._execution_engine.queue_callback       marks the end of a rank's own backward pass
         GradScaler._found_inf_per_device                shares overflow between stages of a pipeline
@@ -87,7 +87,7 @@ def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
     """Return, for each device, whether the scaler has found a non-finite gradient.
 
     After this call, only the scaler decides whether the optimizer skips a step. Without the call, a
-    fused optimizer would skip the step itself. If it skipped the first step, SGD's momentum would
+    fused optimizer would decide this itself. If it skipped its first step, SGD's momentum would
     stay uninitialized.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]

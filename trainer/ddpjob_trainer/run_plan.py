@@ -42,8 +42,8 @@ _STRETCH, _INEXACT_STRETCH = 1.25, 1.5
 job that lost ranks could run out of memory.
 """
 _WORTH_A_NOTE = 1.1
-"""If the busiest rank's work is more than this many times an even share, the log says that other
-ranks wait.
+"""The log warns about waiting ranks if the busiest rank has more than this many times an even share
+of the work.
 """
 
 
@@ -185,7 +185,7 @@ class Division:
     ) -> Division:
         """Return the division for a new run.
 
-        `tied` means that the output of `model` for a sample depends on the other samples in its
+        `tied` states whether the output of `model` for a sample depends on the other samples in its
         micro-batch.
         """
         tied = tied or config.ddp.ordered or mixup.is_wanted(config.data) or bool(config.data.batch_transform)
@@ -201,7 +201,7 @@ class Division:
         return cls(config, data, strategy, micro_batches, Dividing.EXACT if shared else Dividing.NO)
 
     def resume(self, snapshot: Snapshot) -> Division:
-        """Return the division for continuing training from a checkpoint.
+        """Return the division with which training continues from a checkpoint.
 
         The division keeps the checkpoint's number of micro-batches, even if the number of ranks has
         changed. If train.accumulate has changed, the number of micro-batches changes in proportion,

@@ -57,7 +57,7 @@ _SAVING = "saving a checkpoint"
 
 
 def run(config: Config) -> int:
-    """Train as configured, and return the exit code. Resume from the newest checkpoint, if any.
+    """Train as configured, and return the exit code. Resume from the latest checkpoint, if any.
 
     The code is 0 if training is complete, and 75 if SIGTERM stopped the training and a checkpoint
     was saved. Raises TrainerError with a message for the user if the input is invalid, and
@@ -92,12 +92,15 @@ def run(config: Config) -> int:
 
 
 class _StepBatches:
-    """The micro-batches of one step with their data, taken from the stream of the whole run."""
+    """The micro-batches of one step with their data, taken from the stream of all steps."""
 
     def __init__(
         self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]], complete: Callable[[], None]
     ) -> None:
-        """Store `complete`, which is called as soon as the last micro-batch is loaded."""
+        """Prepare one step.
+
+        `complete` is called as soon as the step's last micro-batch is loaded.
+        """
         self._micros, self._loaded, self._complete = micros, loaded, complete
 
     def __len__(self) -> int:
@@ -231,7 +234,7 @@ class Trainer:
         while not (stopped or self.ended_by) and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
-        self._save()  # This call does nothing if a checkpoint has exactly this state.
+        self._save()  # This call does nothing if a checkpoint already holds exactly this state.
         with self.reporter.during(_SAVING):
             self.checkpoints.finish(self.stop.seconds_left if stopped else None)
         self._report_checkpoints()
@@ -250,7 +253,7 @@ class Trainer:
         return EXIT_STEPPED_ASIDE if stopped else 0
 
     def _train_epoch(self) -> bool:
-        """Train the rest of the current epoch, and evaluate if that is due.
+        """Train the rest of the current epoch, and evaluate if an evaluation is due.
 
         Return whether all ranks agreed to stop.
         """
@@ -292,12 +295,12 @@ class Trainer:
         Return (this rank's sum of losses, the number of readable samples in the global batch). Both
         are zero if the step was skipped.
 
-        If the data set can have unreadable images, each rank sends the others the number of images
-        that it could not read. If the strategy `divides` micro-batches, this exchange begins before
-        the last forward pass. If it does not, the exchange begins after all passes. The first two
-        steps of a process also exchange the numbers after all passes. The late exchanges have two
-        reasons: ranks may load data at different points between their other messages, and DDP's
-        first forward pass in the second step sends the new order of its buckets.
+        If the data set can have unreadable images, the ranks exchange the numbers of images that
+        they could not read. If the strategy `divides` micro-batches, this exchange begins before
+        the last forward pass, except in the first two steps of a process. In all other cases, it
+        begins after all passes. There are two reasons for the late exchange. Ranks may load data at
+        different points between their other messages, and DDP's first forward pass in the second
+        step sends the new order of its buckets.
         """
 
         def agree() -> None:
@@ -362,9 +365,9 @@ class Trainer:
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
     def _count_computed(self, step: Step) -> int:
-        """Return how many samples this rank's model computes in a step.
+        """Return the number of samples that pass through this rank's model in a step.
 
-        These include samples whose results do not count.
+        Samples whose results do not count are included.
         """
         if self.config.model.sync_batchnorm:
             return len(step.mine)
@@ -413,8 +416,8 @@ class Trainer:
         figures[1 + self.group.rank :: self.group.world] = torch.tensor(
             [
                 own / steps,
-                # Scale the time to an even share, because a rank that has more samples is not
-                # slower.
+                # Scale the time to an even share, because a rank is not slow just because it has
+                # more samples.
                 own / steps * even / taken if taken else 0.0,
                 phases.get(StepPhase.DATA, 0.0) / spent if spent else 0.0,
                 float(peak_memory(self.device)),
@@ -453,8 +456,8 @@ class Trainer:
         Return whether all ranks agreed to stop.
         """
         complete, epochs = self.sampler.state.epoch, self.config.train.epochs
-        # If training has resumed in the middle of an epoch, the weights are no longer those at the
-        # end of the last complete epoch. So that epoch is not evaluated, even if a new value of
+        # If training has resumed in the middle of an epoch, the weights have changed since the end
+        # of the last complete epoch. That epoch is therefore not evaluated, even if a new value of
         # train.eval_every asks for it.
         passed = self.sampler.state.consumed > 0 and complete < epochs
         every = self.config.train.eval_every
@@ -548,7 +551,7 @@ class Trainer:
         return {**self.config.flat(), "data.shape": list(self.data.shape), "data.classes": self.data.classes}
 
     def resume(self) -> None:
-        """Continue from the newest training state, which is in a checkpoint or the nodes' memory.
+        """Continue from the latest training state, which is in a checkpoint or the nodes' memory.
 
         If there is no such state, begin a new run. Raises CheckpointError if the state belongs to a
         different model, optimizer or data set.
@@ -589,8 +592,8 @@ class Trainer:
     def _load_weights(self) -> None:
         """Set the weights that a new run starts with.
 
-        If the model's first layer is computed from the data, that layer is computed first. If
-        checkpoint.load or model.pretrained is set, the weights that the key names are loaded.
+        If the model's first layer is computed from the data, compute that layer first. If
+        checkpoint.load or model.pretrained is set, load the weights that this key names.
         """
         if self._filters:
             state = self.strategy.state()

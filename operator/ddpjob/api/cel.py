@@ -17,8 +17,8 @@ _MISSING = object()
 SUPPORTED = frozenset({"rule", "message", "messageExpression", "reason", "fieldPath"})
 """The supported keys of a validation rule. Any other key raises NotImplementedError."""
 Variables = Callable[[], dict[str, Any]]
-"""A function that returns the CEL variable `self` and, if an existing value is replaced, also
-`oldSelf`."""
+"""A function that returns the CEL variables. They are `self` and, for a value that replaces an
+existing one, `oldSelf`."""
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
@@ -48,9 +48,9 @@ def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterat
 
 
 def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
-    """Return the item in the old list that has the same key as `item`.
+    """Return the counterpart of `item` in the old list, which is the item with the same key.
 
-    Items have keys only in a list with map keys. In any other list, an item has no old value.
+    Only the items of a list with map keys have keys. In any other list, an item has no counterpart.
     """
     key = list_key(schema, item)
     if key is None or not isinstance(old, list):

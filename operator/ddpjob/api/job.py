@@ -20,7 +20,7 @@ QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/prior
 
 @dataclass(frozen=True, kw_only=True)
 class DDPJob:
-    """A job as it was read: its identity, its spec and its last written status."""
+    """A job as it was read, with its identity, its spec and its latest status."""
 
     name: str
     namespace: str
@@ -37,8 +37,8 @@ class DDPJob:
     queue_priority: str = ""
     """Name of the job's WorkloadPriorityClass, from the job's label."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
-    """The `spec` as it is written in the object, without the class's values. Empty if the job names
-    no class."""
+    """The `spec` as written in the object, without the class's values. Empty if the job names no
+    class."""
     oversized: str = ""
     """Path to the part of the spec that is too large, or an empty string. A spec that is too large
     is read without its large fields, and no pods are created from it."""

@@ -156,9 +156,9 @@ class CheckpointVolume(BucketVolume):
 class DataVolume(BucketVolume):
     """The volume for the training data.
 
-    The job names either a volume in `claim_name`, `host_path` or `nfs`, or a bucket. If the job
-    names a bucket, its pods fetch the data into `cache`, a folder on the Kubernetes node. If
-    `cache` is not set, each pod fetches the data onto a disk of its own.
+    The job names a bucket, or a volume in `claim_name`, `host_path` or `nfs`. Pods fetch the data
+    of a bucket into `cache`, a folder on the Kubernetes node. Without `cache`, each pod fetches the
+    data onto a disk of its own.
     """
 
     cache: str | None = None
@@ -315,8 +315,8 @@ class Recovery:
     """`auto`, `none`, or the number of steps between two copies of the training state."""
     hangs: Hangs
     hang_after_seconds: int | None = None
-    """Number of seconds without progress after which the group is restarted. None restarts the
-    group only for a proven hang."""
+    """Number of seconds without progress after which the group is restarted. With None, only a
+    proven hang restarts the group."""
     slow_ranks: SlowRanks
 
     @property
@@ -342,13 +342,11 @@ class Scheduling:
     one_pod_per_node: bool
     topology_key: str
     same_topology: str | None = None
-    """Name of a Kubernetes node label. All Kubernetes nodes that run the job's node pods must have
-    the same value for this label. None allows different values.
-    """
+    """A Kubernetes node label that must have the same value on all Kubernetes nodes that run the
+    job's node pods. None sets no such requirement."""
     disruption_budget: bool
     gang: bool | None = None
-    """Whether the pods are scheduled as a gang. None means that they are if the cluster supports
-    gangs."""
+    """Whether the pods are scheduled as a gang. None means yes if the cluster supports gangs."""
 
     @property
     def by_volcano(self) -> bool:
@@ -436,8 +434,8 @@ class JobSpec:
     storage: Storage
     pod_template: Json
     template_hash: str
-    """Hash of the fields that take effect only in new pods. If it changes, all pods are replaced.
-    """
+    """Hash of the fields that take effect only in new pods. All pods are replaced if this hash
+    changes."""
 
     @property
     def managed_elsewhere(self) -> bool:
@@ -446,7 +444,7 @@ class JobSpec:
 
     @property
     def under_torchrun(self) -> bool:
-        """Whether torchrun starts the workers. torchrun starts them unless the job has a `command`.
+        """Whether torchrun starts the workers, which it does unless the job has a `command`.
 
         The processes that a `command` starts do not connect to the coordinator.
         """

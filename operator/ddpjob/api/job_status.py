@@ -51,13 +51,12 @@ class ConditionType(StrEnum):
     PREFLIGHT_PASSED = "PreflightPassed"
     """Set only for a job with spec.preflight."""
     RANKS_ORDERED = "RanksOrdered"
-    """Set only for a job with spec.rankOrder: whether the ranks of the running group are in the
-    order that spec.rankOrder asks for.
-    """
+    """Whether the ranks of the running group are in the order that spec.rankOrder asks for. Set
+    only for a job with spec.rankOrder."""
     ISOLATED = "Isolated"
     """Set only if something prevents the isolation that spec.network asks for."""
     ADMITTED = "Admitted"
-    """Set only for a job in a Kueue queue: whether the queue has granted the quota to run."""
+    """Whether the queue has granted the quota to run. Set only for a job in a Kueue queue."""
     NODES_HEALTHY = "NodesHealthy"
     """The condition first appears when a pod of the job remains on a Kubernetes node that a health
     agent has reported as unhealthy."""
@@ -71,8 +70,8 @@ class ConditionType(StrEnum):
     NOTIFIES = "Notifies"
     """Set only if the job's namespace is not allowed to use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
-    """Set only for a job with spec.className: whether the job has the class's values and stays
-    within the class's limits."""
+    """Whether the job has the class's values and stays within the class's limits. Set only for a
+    job with spec.className."""
 
 
 class NotificationState(StrEnum):
@@ -102,7 +101,7 @@ def utc_now() -> datetime:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Parse a time in RFC 3339 into a datetime with a time zone, or return None for None."""
+    """Parse an RFC 3339 time into a datetime with a time zone, or return None for None."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
 
 
@@ -124,7 +123,7 @@ def _computable(moment: datetime) -> datetime:
 
 
 def format_time(moment: datetime | None) -> str | None:
-    """Format a time in RFC 3339, in UTC and to the second, or return None for None."""
+    """Format a time as RFC 3339 in UTC, to the second, or return None for None."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if moment else None
 
 
@@ -167,7 +166,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A numbered position in the job; it outlives its pods."""
+    """A numbered position in the job. A slot outlives its pods."""
 
     attempt: _Number = 0
     state: SlotState = SlotState.PLANNED
@@ -194,7 +193,7 @@ class RendezvousStatus:
     state: SlotState = SlotState.PLANNED
     endpoint: str = ""
     nodes: _Number = 0
-    """The number of nodes that the slots were last planned for."""
+    """The number of nodes for which the slots were last planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +319,7 @@ class Restart:
     """Number of completed steps that the group repeated after the restart. None if the number is
     unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds that the group spent on the repeated steps; None until the group has repeated all of
+    """Seconds that the group spent on the repeated steps. None until the group has repeated all of
     them."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
     """Where training got the state to continue from: `memory`, `storage` or `scratch`. The value is
@@ -366,10 +365,10 @@ class Restarts:
     """The value of recovery.maxRestarts at the time when the status was last written."""
 
     def limit(self, most: int) -> int:
-        """Return the maximum number of restarts that `display` shows.
+        """Return the maximum number of restarts to display.
 
-        The result is recovery.maxRestarts from the last written status. If that status does not
-        contain recovery.maxRestarts, the result is `most`.
+        This is recovery.maxRestarts from the last written status, or `most` if that status does not
+        contain recovery.maxRestarts.
         """
         return most if self.allowed is None else self.allowed
 
@@ -470,9 +469,9 @@ class JobStatus:
     def nodes_display(self, spec: JobSpec) -> str:
         """Return a summary of the job's nodes, such as `2/2 +1`.
 
-        The summary consists of the number of nodes that train or have succeeded, the number of
-        nodes wanted, and the number of spares. In a complete job, pods that still run count as
-        succeeded. If no slot of a complete job shows a pod, all wanted nodes count as succeeded.
+        The summary counts the nodes that train or have succeeded, the nodes wanted, and the spares.
+        In a complete job, pods that still run count as succeeded. If no slot of a complete job
+        shows a pod, all wanted nodes count as succeeded.
         """
         wanted, complete = self._wanted(spec), self.holds(ConditionType.COMPLETE)
         done = {SlotState.SUCCEEDED, SlotState.RUNNING} if complete else {SlotState.SUCCEEDED}

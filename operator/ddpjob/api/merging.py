@@ -1,8 +1,8 @@
 """Merges pod templates by strategic merge patch, and merges the values of a class into a job's
 spec.
 
-Lists merge by the keys that Kubernetes' strategic merge patch uses for them, so that a template can
-add a volume or change the trainer's securityContext without repeating the rest.
+Lists are merged by the same keys as in Kubernetes' strategic merge patch. A template can therefore
+add a volume, or change the trainer's securityContext, without repeating the rest.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ class Manifest:
 def read_manifests(source: Path | str, label: str = "the manifest") -> list[Manifest]:
     """Return the DDPJobs in a file (given as a Path) or in YAML text (given as a str).
 
-    Their content is not checked. A List stands for its items, and objects of other kinds are
-    ignored. Raises ManifestError if the text contains no DDPJob, or if two DDPJobs have the same
-    name.
+    Their content is not checked. The items of a List count as separate objects, and objects of
+    other kinds are ignored. Raises ManifestError if the text contains no DDPJob, or if two DDPJobs
+    have the same name.
     """
     label, text = (str(source), _read_file(source)) if isinstance(source, Path) else (label, source)
     found, names = _jobs(label, _documents(label, text)), set[tuple[str, str]]()

@@ -108,8 +108,8 @@ def default_of(path: str) -> Any:
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
     """Return a copy of `value` as the API server would store it.
 
-    Fields that are null are removed unless the schema allows null, missing fields get their
-    defaults, and a number such as 2.0 in an integer field becomes 2.
+    Null fields are removed unless the schema allows null. Missing fields get their defaults. In an
+    integer field, a number such as 2.0 becomes 2.
     """
     if isinstance(value, Mapping) and "x-kubernetes-int-or-string" not in schema:
         return _default_object(value, schema)

@@ -2,9 +2,9 @@
 podTemplate.
 
 Users do not write this mount, so even a class that fixes podTemplate allows the mount. The mount
-only adds files from a ConfigMap in the job's own namespace, at one path. A mount of a different
-form, or with a name or path that the class's own template uses, is not recognized as submitted
-code.
+only adds files from a ConfigMap in the job's own namespace, at one path. A mount does not count as
+submitted code if it has a different form, or if the class's own template already uses the same name
+or path.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ MAX_MESSAGE = 2_000
 """Maximum number of characters in one line of a message about a manifest."""
 
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
-"""Maps the first character of an unquoted scalar to the pairs of tag and pattern that are tried on
-the scalar."""
+"""Maps the first character of an unquoted scalar to the pairs of a tag and a pattern to try."""
 _MERGE = "tag:yaml.org,2002:merge"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -64,8 +63,8 @@ class YamlError(ValueError):
 class Document:
     """One YAML document.
 
-    `value` holds its content as plain Python values. `lines` maps the path of each field to the
-    number of its line, counted from 1.
+    `value` holds the document's content as plain Python values. `lines` maps the path of each field
+    to the line number of the field, counted from 1.
     """
 
     value: Any

@@ -15,8 +15,8 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
-        # A package may be found to be missing only here, because some are imported when they are
-        # first used.
+        # Some packages are imported on first use, so a missing package may become apparent only
+        # here.
         print(missing_package(error, "ddpjob", "cli"), file=sys.stderr)
         return 2
 

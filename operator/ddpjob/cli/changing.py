@@ -33,22 +33,22 @@ def scale(backend: Backend, job: str, nodes: int) -> None:
 
 
 ACT_SECONDS = 5.0
-"""Maximum time in seconds for which a command waits until an operator acts on a change. An operator
-that works acts within a fraction of a second."""
+"""Maximum number of seconds that a command waits for an operator to act on a change. A working
+operator acts within a fraction of a second."""
 
 
 def _is_acted_on(backend: Backend, job: str) -> bool:
-    """Return whether an operator acts on the newest spec of the job within ACT_SECONDS.
+    """Return whether an operator acts on the job's latest spec within ACT_SECONDS.
 
-    If none acts, also print a note.
+    Print a note if none does.
     """
     end = time.monotonic() + ACT_SECONDS
     while True:
         try:
             body = backend.job(job)
         except Mistake:
-            # The API server has accepted the change. Since then the job was deleted, or the user
-            # has no permission to read it.
+            # The API server has accepted the change. The job was deleted afterwards, or the user
+            # may not read it.
             return True
         wanted, seen = body["metadata"].get("generation"), (body.get("status") or {}).get("observedGeneration")
         if wanted is None or (isinstance(seen, int) and seen >= wanted):
@@ -147,7 +147,7 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     names = list(dict.fromkeys(jobs))
     bodies = {}
     for job in names:
-        # If there is only one name, the job is deleted even if it cannot be read.
+        # A single job is deleted even if it cannot be read.
         with suppress(*((Mistake,) if len(names) == 1 else ())):
             bodies[job] = backend.job(job)
     for job in names:

@@ -34,7 +34,7 @@ PHASE_COLOURS = {
 
 
 def open_display() -> RunDisplay:
-    """Return a live panel if standard output is a terminal, otherwise a display of plain lines."""
+    """Return a live panel for a terminal, or a display of plain lines for any other output."""
     console = Console()
     # Jupyter sets FORCE_COLOR, and rich then treats even a file as a terminal. A live panel moves
     # the cursor, which would make the file unreadable, so the file itself is checked too.
@@ -49,7 +49,7 @@ def summary(job: DDPJob, status: JobStatus) -> str:
 
 
 def _figures(status: JobStatus) -> list[str]:
-    """Return words for progress, loss, time left, speed and accuracy, if they are known."""
+    """Return words for whichever of progress, loss, time left, speed and accuracy are known."""
     shown = (("", "display"), ("loss ", "lossDisplay"), ("eta ", "eta"), ("", "speedDisplay"))
     words = [f"{label}{status.progress[name]}" for label, name in shown if name in status.progress]
     words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]
@@ -57,9 +57,9 @@ def _figures(status: JobStatus) -> list[str]:
 
 
 def reported_accuracy(status: JobStatus) -> float | None:
-    """Return the metric `accuracy`, a fraction from 0 to 1.
+    """Return the `accuracy` metric, a fraction from 0 to 1.
 
-    Return None if the script does not report it.
+    Return None if the script does not report this metric.
     """
     accuracy = (status.progress.get("metrics") or {}).get("accuracy")
     return float(accuracy) if accuracy is not None else None
@@ -68,8 +68,8 @@ def reported_accuracy(status: JobStatus) -> float | None:
 def event_line(happened: TimedEvent) -> str:
     """Return a line with an event's reason and the first line of its message.
 
-    A longer message may end with a remark in parentheses, such as "(counts against ...)". The
-    remark is appended to the line.
+    The last line of a longer message may end with a remark in parentheses, such as "(counts against
+    ...)". This remark is appended to the returned line.
     """
     message = happened.event.message.splitlines() or [""]
     counts = f" {message[-1][message[-1].rindex(' (') :].strip()}" if len(message) > 1 and " (" in message[-1] else ""
@@ -80,9 +80,8 @@ def recoveries(status: JobStatus) -> list[str]:
     """Return a line for each restart from which the group has recovered.
 
     The line shows what broke the group, how long the group took to run again, and how much work it
-    repeated. It is returned as soon as the repeated work is known, or can no longer become known.
-    If the job has not reported any progress, there are no lines, because the group may soon fail
-    again.
+    repeated. A restart gets its line once the repeated work is known, or can no longer become
+    known. A job without reported progress has no lines, because its group may soon fail again.
     """
     if not status.progress:
         return []
@@ -97,25 +96,25 @@ def recoveries(status: JobStatus) -> list[str]:
 
 
 def stall_line(seconds: float) -> str:
-    """Return a line that says how much time passed between a break and the next step."""
+    """Return a line that reports the time between a break and the next step."""
     return f"Next training step after {seconds:.1f} s"
 
 
 class NewLines:
-    """Finds the lines about events, recoveries and stalls that have not been shown yet."""
+    """Finds the lines to show next, about new events, recoveries and stalls."""
 
     def __init__(self) -> None:
         self._events = self._recovered = self._stalls = 0
         self._traces: set[tuple[str, ...]] = set()
 
     def lines(self, shown: Shown) -> Iterator[tuple[bool, str]]:
-        """Yield each new line, together with whether it is a warning.
+        """Yield a pair for each new line: whether the line is a warning, and the line itself.
 
-        `shown` is the current state of the run. The pairs have the form (is a warning, line).
+        `shown` is the current state of the run.
         """
         for happened in shown.events[self._events :]:
             if happened.event.reason == RECOVERED:
-                # The line of `recoveries` reports the same and includes the cause.
+                # Skip this event, because `recoveries` gives a line that also includes the cause.
                 continue
             yield happened.event.warning, event_line(happened)
             for line in self._new_trace(happened):
@@ -130,14 +129,13 @@ class NewLines:
         self._stalls = len(shown.stalls)
 
     def _new_trace(self, happened: TimedEvent) -> list[str]:
-        """Return the lines of the traceback in an event if they have not been shown yet.
+        """Return the lines of the traceback in an event, or no lines if it was shown before.
 
-        Otherwise nothing is returned. The same traceback comes again if the error occurs again, and
-        also when the error finally fails the job.
+        The same traceback appears again if the error recurs, and also when the error finally fails
+        the job.
         """
         trace = happened.event.message.splitlines()[1:]
-        # Tracebacks are compared by their last lines, which contain the error's location and
-        # message.
+        # Compare tracebacks by their last lines, which contain the error's location and message.
         known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])
         if known in self._traces:
             return []
@@ -148,7 +146,7 @@ class NewLines:
 class PlainLines:
     """A display for logs and files, which prints a line whenever the phase changes.
 
-    Other changes of the progress are printed at most once in PLAIN_SECONDS.
+    Other changes are printed at most once every PLAIN_SECONDS.
     """
 
     def __init__(self) -> None:
@@ -161,7 +159,7 @@ class PlainLines:
         for _, line in self._new.lines(shown):
             self.note(line)
         line, now = summary(shown.job, shown.status), shown.now.timestamp()
-        # The time is negative if the clock was set back.
+        # The elapsed time is negative if the clock was set back.
         recent = 0 <= now - self._printed < PLAIN_SECONDS
         due = not recent or shown.status.phase is not self._phase
         if line != self._last and due:
@@ -196,7 +194,7 @@ class LivePanel:
 
 
 def shortest(path: Path) -> str:
-    """Return the path, or the path relative to the current folder if that one is shorter."""
+    """Return the path, either unchanged or relative to the current folder, whichever is shorter."""
     try:
         return min(str(path), os.path.relpath(path), key=len)
     # The current folder no longer exists.
@@ -205,8 +203,8 @@ def shortest(path: Path) -> str:
 
 
 _NARROW = 100
-"""Number of columns below which a terminal gets a shorter progress bar. Its table of pods then also
-lacks the paths of logs, because they would be wrapped."""
+"""A terminal with fewer columns gets a shorter progress bar and a table of pods without the paths
+of logs, which would be wrapped."""
 
 
 def panel(shown: Shown, width: int = _NARROW) -> RenderableType:

@@ -33,14 +33,12 @@ from ddpjob.client.texts.job_text import gpu_hours, header, phase, row
 from ddpjob.core.status.messages import count
 
 _DROPPED = ("GPUHOURS", "ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
-"""Titles of columns in the order in which they are dropped if the terminal is too narrow. At the
-empty string, names are cut instead.
-"""
+"""Titles of columns, in the order in which they are dropped if the terminal is too narrow. The
+empty string marks the point at which names are cut."""
 _WAITING = ("Queued", "Pending", "Suspended")
 _NAME, _GAP = 16, 2
 _FIXED = 4
-"""Number of screen lines that do not show a job. They show the counts, the titles, the folded jobs
-and the keys.
+"""Number of screen lines that are needed for the counts, the titles, the folded jobs and the keys.
 """
 _HELP = "up/down move   Enter open   / find   e finished jobs   q quit"
 _FILTER_CHARACTERS = 40
@@ -59,7 +57,8 @@ class JobList:
     def press(self, key: str) -> str:
         """Change the list in response to a key.
 
-        Return `quit` or `open` if the key asks for that, otherwise an empty string.
+        Return `quit` or `open` if the key asks to quit or to open a job, and otherwise an empty
+        string.
         """
         if self.finding:
             self._type(key)
@@ -92,10 +91,7 @@ class JobList:
             self.selected = self._names[min(max(at + steps[key], 0), len(self._names) - 1)]
 
     def frame(self, bodies: Sequence[Json], now: datetime, width: int, height: int) -> list[Text]:
-        """Return the lines of the screen.
-
-        There are at most `height` lines, with at most `width` characters each.
-        """
+        """Return the lines of the screen: at most `height` lines of at most `width` characters."""
         found = [body for body in in_order(bodies) if self.filter in body["metadata"]["name"]]
         shown = [body for body in found if self.unfolded or phase(body) not in ENDED]
         folded = [body for body in found if phase(body) in ENDED] if not self.unfolded else []
@@ -124,8 +120,8 @@ class JobList:
 def in_order(bodies: Sequence[Json]) -> list[Json]:
     """Return the jobs in the order of the list.
 
-    Jobs that have pods come first, then waiting jobs, and finished jobs come last. Within each
-    group, the newest job comes first.
+    Jobs with pods come first, waiting jobs next, and finished jobs last. Within each group, the
+    newest job comes first.
     """
     newest = sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")), reverse=True)
     return sorted(newest, key=lambda body: (phase(body) in ENDED, phase(body) in _WAITING))
@@ -138,7 +134,7 @@ def _counts(bodies: Sequence[Json]) -> str:
 
 
 def _cost(bodies: Sequence[Json]) -> str:
-    """Return a text with the GPU hours of all jobs together.
+    """Return a text with the total GPU hours of the jobs.
 
     The text is empty if no GPU was used.
     """
@@ -148,9 +144,9 @@ def _cost(bodies: Sequence[Json]) -> str:
 
 
 def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return each row as a line whose columns are aligned.
+    """Return each row as a line with aligned columns.
 
-    Columns are dropped, and names are cut, until the lines fit into `width`. The first row contains
+    Columns are dropped and names are cut until the lines fit into `width`. The first row contains
     the titles, and the first column is NAME.
     """
     columns = [[printable(cell) for cell in cells] for cells in zip(*rows, strict=True)]
@@ -171,7 +167,7 @@ def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 def _cut(name: str, most: int) -> str:
     """Shorten a name by cutting out its middle.
 
-    Names of jobs in a sweep often differ only at their ends.
+    The end is kept, because the names of a sweep's jobs often differ only there.
     """
     return name if len(name) <= most else f"{name[: most - _NAME // 2]}…{name[1 - _NAME // 2 :]}"
 
@@ -204,8 +200,8 @@ class _Lines:
 def page(console: Console, frame: RenderableType, top: int) -> tuple[RenderableType, int]:
     """Return the part of a job's screen that fits on the console, and the number of its first line.
 
-    `top` is the line at which the part should begin. The part begins earlier if fewer lines would
-    be left below `top` than fit on the console.
+    The part begins at line `top`. If the lines from there on would not fill the console, the part
+    begins earlier.
     """
     lines = console.render_lines(frame, console.options, pad=False)
     room = max(1, console.height - 1)

@@ -33,9 +33,9 @@ _LONGEST = max(map(len, _SEQUENCES))
 
 
 class PressedKeys:
-    """A context in which single keys can be read from the terminal.
+    """A context manager for reading single keys from the terminal.
 
-    On exit, the terminal gets its previous settings again.
+    On exit, the terminal's previous settings are restored.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class PressedKeys:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._saved)
 
     def wait(self, seconds: float) -> list[str]:
-        """Wait for at most `seconds` until keys are pressed, and return them."""
+        """Wait up to `seconds` for key presses, and return the pressed keys."""
         if self._saved is None:
             time.sleep(seconds)
             return []

@@ -21,9 +21,9 @@ from ddpjob.client.texts.metric_series import AXES
 
 
 class _Output(click.Choice[str]):
-    """The type of the option `--output` of `get`.
+    """The type of the `--output` option of `get`.
 
-    Its value is one of the choices, or `jsonpath=` followed by a template.
+    A value is one of the choices, or `jsonpath=` followed by a template.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
 
 
 def _format_body(body: Json, output: str | PathTemplate) -> str:
-    """Return the text for a job, or for a list of jobs, in any output format except the table."""
+    """Format a job or a list of jobs in any output format except the table."""
     if isinstance(output, PathTemplate):
         return printable(output.text(body))
     return f"ddpjob.ddpjob.io/{body['metadata']['name']}\n" if output == "name" else document(body, output)
@@ -233,7 +233,8 @@ def show(folder: Path) -> None:
         try:
             for line in curves(found.metrics, found.name):
                 print_line(line)
-        # The message of this error advises to wait, but the job may have been deleted.
+        # Replace this error's message, which advises the user to wait, because the job may have
+        # been deleted.
         except Mistake:
             print_line(f"{found.name}: its metrics contain no step")
 
@@ -367,9 +368,9 @@ def logs(
 
 
 def _list_ended(backend: Backend, job: str) -> int:
-    """Print the name, the state and the message of each terminated pod of the job.
+    """Print the name, state and message of each of the job's terminated pods.
 
-    Pods of older attempts come first. Return the exit code of the command.
+    Pods of older attempts come first. Return the command's exit code.
     """
     pods = backend.pods(job)
     left, fault = [pod for pod in pods if pod.ended], ""
@@ -392,8 +393,8 @@ def _list_ended(backend: Backend, job: str) -> int:
 def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | None]:
     """Return the job to which `name` belongs, the name of the pod, and the kept logs.
 
-    If `name` is the name of a job, the pod is empty. The kept logs are returned only if the pod is
-    gone, otherwise None is returned in their place.
+    If `name` is the name of a job, the name of the pod is empty. The kept logs are None unless the
+    pod is gone.
     """
     try:
         return backend.job(name), "", None

@@ -55,10 +55,10 @@ def doctor(place: Place) -> int:
 
 
 def _cluster_if_any(place: Place) -> ClusterBackend | None:
-    """Return the backend of the cluster, or None if this machine should be checked.
+    """Return the cluster's backend, or None if the command should check this machine.
 
-    It should be checked if the jobs are local, or if no cluster is configured and no option selects
-    one.
+    It should check this machine if the jobs are local, or if no cluster is configured and no option
+    selects one.
     """
     if place.is_local():
         return None
@@ -100,19 +100,19 @@ def completion(ctx: click.Context, shell: str) -> None:
 def _place_last(words: list[str]) -> list[str]:
     """Move options such as -n or --context from before the command's name to just after it.
 
-    These options can thus be written in either place, as with kubectl.
+    Users can therefore write these options in either place, as with kubectl.
     """
     before: list[str] = []
     while words and (words[0].startswith("-n") or words[0].partition("=")[0] in PLACE_OPTIONS):
-        # Both -nNAMESPACE and --context=CONTEXT are one word with their value.
+        # In -nNAMESPACE and --context=CONTEXT, the option and its value form one word.
         size = PLACE_OPTIONS.get(words[0], 1)
         before, words = [*before, *words[:size]], words[size:]
     return [*words[:1], *before, *words[1:]] if words else before
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Error numbers that mean that nothing more can be written to the output, for example because the
-pipe is closed or the disk is full."""
+"""Errors after which nothing more can be written to the output, for example because the pipe is
+closed or the disk is full."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         return int(code or 0)
     except Mistake as mistake:
-        # The message may quote a text of any length from a manifest.
+        # The message may quote text of any length from a manifest.
         for line in str(mistake).split("\n"):
             print_note(shown(line, MAX_MESSAGE))
         return exit_code(mistake)

@@ -34,7 +34,7 @@ STATE_COLOURS = {
     **dict.fromkeys(("Restarting", "Suspended", "Queued", "Interrupted"), "yellow"),
     **dict.fromkeys(("Starting", "Pending"), "cyan"),
 }
-"""Maps each state to its colour. Both click and rich know these names of colours."""
+"""Maps each state to the name of its colour. click and rich use the same names."""
 _STATE = re.compile(rf"(?<![^\s])({'|'.join(STATE_COLOURS)})(?![^\s])")
 
 
@@ -50,8 +50,8 @@ def paint(line: str) -> str:
 def usable_streams() -> None:
     """Prepare the standard streams so that printing to them does not fail.
 
-    Printing would fail if a stream was closed by the caller (`<&-`, `>&-`), or if the encoding of
-    the output lacked a character.
+    Printing would fail if the caller had closed a stream (`<&-`, `>&-`), or if the encoding of the
+    output lacked a character.
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - os.devnull is a str, and the stream stays open
@@ -66,8 +66,8 @@ def usable_streams() -> None:
 def abandon_output() -> None:
     """Discard everything that is written to standard output from now on.
 
-    The buffer contains text that can no longer be written. Python would otherwise fail with an
-    error when it flushes the buffer at exit.
+    The buffer still contains text that cannot be written. Without this function, Python would fail
+    when it flushes the buffer at exit.
     """
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - os.devnull is a str
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
@@ -82,9 +82,9 @@ def document(body: Json, kind: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    """Return a character of a JSON text, and escape it if it could control a terminal.
+    """Return a character of a JSON text, escaped if it could control a terminal.
 
-    JSON itself requires this only for control characters below 32.
+    JSON itself requires an escape only for control characters below 32.
     """
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
@@ -92,8 +92,8 @@ def _escaped(character: str) -> str:
 def documents(bodies: Sequence[Json], kind: str) -> str:
     """Return several objects as one text, either YAML documents or a JSON List.
 
-    In JSON, a List is necessary because a text can contain only one value. A single object does not
-    become a List.
+    JSON needs the List because a JSON text can contain only one value. A single object is returned
+    without a List.
     """
     if kind == "json" and len(bodies) > 1:
         return document(make_list(bodies), kind)
@@ -108,7 +108,7 @@ _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([
 class PathTemplate:
     """The template of `-o jsonpath=TEMPLATE`, as in kubectl.
 
-    A template consists of text and of parts in braces. A part in braces is a path, a quoted string,
+    A template consists of text and of parts in braces. The braces contain a path, a quoted string,
     `range PATH` or `end`. Raises ValueError with the reason if the template is invalid.
     """
 
@@ -121,12 +121,12 @@ class PathTemplate:
         self._steps = self._read(iter(parts), within=False)
 
     def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
-        """Return the steps that print a template, read from the parts of its text.
+        """Convert the parts of a template's text into the steps that print the template.
 
-        A step is either a string to print, or a pair (path, inner steps). The inner steps are
-        carried out for each value that the path finds. If they are None, the value itself is
-        printed. `within` means that the parts follow a `range`, and that the steps end at its
-        `end`.
+        A step is either a string to print, or a pair (path, inner steps). The inner steps run once
+        for each value that the path finds. If the inner steps are None, the value itself is
+        printed. If `within` is true, the parts follow a `range`, and the steps stop at the `end` of
+        that `range`.
         """
         steps: list[str | tuple[Any, Any]] = []
         for part in parts:
@@ -148,9 +148,9 @@ class PathTemplate:
         return steps
 
     def text(self, body: Json) -> str:
-        """Return the template's text with the values of this object in it.
+        """Return the template's text, filled in with the values of this object.
 
-        A path that finds no value gives an empty string.
+        A path that finds no value is replaced with an empty string.
         """
         return self._filled(self._steps, body)
 
@@ -170,7 +170,7 @@ class PathTemplate:
 
 
 def _unquoted(text: str) -> str:
-    """Return the content of a string that is written in single or double quotes.
+    """Return the content of a string in single or double quotes.
 
     Escape sequences are resolved as in JSON.
     """
@@ -204,11 +204,11 @@ def format_rows(
     bodies: Sequence[Json], now: datetime, *,
     wide: bool = False, namespaces: bool = False, widths: list[int] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Return a line with the titles of the columns, and a line for each job.
+    """Return a line with the column titles, and a line for each job.
 
-    `widths` has the widths of the columns in the lines that were printed before. It is updated, and
-    a width never shrinks. If it is an empty list, the columns begin with the widths that later
-    lines usually need. If it is None, each column is as wide as its content.
+    `widths` contains the column widths of earlier lines. The function updates `widths`, and never
+    makes a column narrower. If `widths` is empty, the columns start with the widths that later
+    lines usually need. If `widths` is None, each column is as wide as its content.
     """
     titles = header(wide=wide, namespaces=namespaces)
     if widths == []:
@@ -217,4 +217,4 @@ def format_rows(
 
 
 _USUAL = {"STATE": 10, "NODES": 6, "PROGRESS": 16, "LOSS": 9, "SPEED": 12, "AGE": 6, "DURATION": 8, "GPUHOURS": 8}
-"""Initial widths of columns whose content is empty or short at the beginning of a job."""
+"""Initial widths of columns that are empty or narrow at the beginning of a job."""

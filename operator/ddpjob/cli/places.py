@@ -30,11 +30,11 @@ class Place:
     local: bool | None
 
     def is_local(self) -> bool:
-        """Return whether the command acts on jobs of this machine.
+        """Return whether the command acts on this machine's jobs.
 
-        The options --local and --cluster decide first. Without them, an option that is only for
-        clusters, or the program name `kubectl ddp`, means a cluster. Otherwise $DDPJOB_PLACE
-        decides. If it is not set, the jobs are local if the folder of runs contains a job.
+        The options --local and --cluster decide first. Without them, an option for clusters or the
+        program name `kubectl ddp` selects a cluster. Otherwise, $DDPJOB_PLACE decides. Without this
+        variable, the jobs are local if the folder of runs contains a job.
         """
         if self.local is not None:
             return self.local
@@ -76,8 +76,7 @@ _OPTIONS = (
 
 PLACE_NAMES = ("namespace", "context", "kubeconfig", "local")
 PLACE_OPTIONS = {"-n": 2, "--namespace": 2, "--context": 2, "--kubeconfig": 2, "--local": 1, "--cluster": 1}
-"""Maps each option to the number of words that it takes in a command line, its own name
-included."""
+"""Maps each option to the number of words that the option and its value take in a command line."""
 
 
 def in_place(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -168,8 +168,8 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
 def _ask_server(cluster: Any, place: Place, manifest: Any, body: Any) -> str:
     """Ask the API server whether it accepts a manifest.
 
-    Return a text that names the cluster and the namespace that were asked. Raises BadInput if the
-    API server refuses the manifest.
+    Return a text that names the cluster and the namespace. Raises BadInput if the API server
+    refuses the manifest.
     """
     from ddpjob.client.backends.cluster_backend import ClusterBackend
     from ddpjob.client.manifests.manifest_sources import BadInput
@@ -325,9 +325,9 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
 
 def _describe_earlier(backend: ProcessBackend, name: str, *, fresh: bool) -> str:
-    """Return the part of a message that says what happens to an earlier job with this name.
+    """Return the part of a message that describes what happens to an earlier job with this name.
 
-    It also says whether the new job resumes from the checkpoints of the earlier job.
+    The text also says whether the new job resumes from the earlier job's checkpoints.
     """
     from ddpjob.client.rerun_jobs import where_it_begins
 
@@ -347,9 +347,9 @@ def _is_manifest(program: str) -> bool:
 def _keeps_files(spec: dict[str, Any]) -> bool:
     """Whether checkpoints outlive the pod that saved them.
 
-    This is assumed if the job has storage for checkpoints, any other lasting volume, or a class. It
-    is also true for the built-in trainer with several nodes, because that trainer copies
-    checkpoints between pods.
+    The function assumes so if the job has storage for checkpoints, any other lasting volume, or a
+    class. With several nodes, checkpoints of the built-in trainer also outlive a pod, because this
+    trainer copies checkpoints between pods.
     """
     volumes = ((spec.get("podTemplate") or {}).get("spec") or {}).get("volumes") or ()
     lasting = any(not {"configMap", "secret", "projected", "downwardAPI", "emptyDir"} & it.keys() for it in volumes)
@@ -366,8 +366,7 @@ _NO_SIGTERM = (
 def _keeps_sigterm(spec: dict[str, Any]) -> bool:
     """Whether SIGTERM reaches only a shell, and not the program that trains.
 
-    This is the case if the containers start a shell that runs other programs without `exec` and has
-    no `trap`.
+    A shell does not pass SIGTERM on if it runs the program without `exec` and has no `trap`.
     """
     match (*(spec.get("command") or ()), *(spec.get("args") or ())):
         case (str(shell), "-c" | "-ec" | "-euc" | "-lc", str(script), *_):
@@ -389,7 +388,7 @@ def _refuse_options_of_scripts() -> None:
 def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, local: bool) -> list[list[Any]]:
     """Read the manifest, or build one, and return the objects to create.
 
-    There is a list of objects for each job. The DDPJob itself is the last object in its list.
+    The result contains one list of objects for each job. The DDPJob is the last object in its list.
     """
     from ddpjob.client.manifests.build_manifest import JobRequest, build, read_settings
     from ddpjob.client.manifests.manifest_sources import BadInput, check_made, checked, manifests
@@ -479,8 +478,8 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
             checked(read_manifests(text, "the DDPJob")[0])
         except BadInput as error:
             faulty = True
-            # A note has already explained what to do about the missing image. The check would only
-            # suggest a different spelling of the placeholder IMAGE.
+            # Leave out this fault. A note has already explained what to do about the missing image,
+            # and the check would only suggest a different spelling of the placeholder IMAGE.
             lines = [line for line in str(error).splitlines() if not line.startswith("spec.image: 'IMAGE' ")]
             for line in lines:
                 print_note(f"# {line}")
@@ -490,7 +489,7 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
 def _exists(path: str) -> bool:
     try:
         return Path(path).exists()
-    # The text is too long for the name of a file, so it is not a path.
+    # Text that is too long for a file name is not a path.
     except OSError:
         return False
 
@@ -498,8 +497,8 @@ def _exists(path: str) -> bool:
 def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
     """Return the runtimes for TrainJobs, from a file or from a cluster.
 
-    `where` is the path of the file. If it is `cluster`, only the runtimes that the jobs name are
-    returned.
+    `where` is the path of a file, or `cluster`. From a cluster, only the runtimes that the jobs
+    name are returned.
     """
     from ddpjob.client.manifests.training_runtimes import KINDS, runtime_paths
 
@@ -515,9 +514,9 @@ def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
 
 
 def _convertible(source: str) -> tuple[list[Any], list[Any]]:
-    """Return the jobs in a file that can be converted, and the runtimes in it.
+    """Return the convertible jobs and the runtimes in a file.
 
-    Also print the kinds of the objects that are skipped.
+    Also print the kinds of the skipped objects.
     """
     from ddpjob.api.reader import CONVERTIBLE
     from ddpjob.client.manifests.training_runtimes import KINDS
@@ -540,7 +539,7 @@ def _convertible(source: str) -> tuple[list[Any], list[Any]]:
 def _items(source: str) -> list[Any]:
     """Return all objects in a file, or in standard input if `source` is `-`.
 
-    Raises Mistake if they cannot be read.
+    Raises Mistake if the objects cannot be read.
     """
     from ddpjob.api.yamltext import YamlError, read_documents
     from ddpjob.client.manifests.manifest_sources import refuse_address, standard_input
@@ -553,7 +552,7 @@ def _items(source: str) -> list[Any]:
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
     except YamlError as error:
-        # A text that begins with #! is not YAML but a script, for example for Slurm.
+        # Text that begins with #! is not YAML but a script, for example for Slurm.
         if not text.startswith("#!"):
             raise Mistake(f"{source}, line {error.line}: {error}") from error
         return []

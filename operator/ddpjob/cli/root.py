@@ -57,20 +57,20 @@ _MEANT = {
     **dict.fromkeys(("ui", "web", "serve"), "dashboard"),
     **dict.fromkeys(("new", "scaffold", "quickstart"), "init"),
 }
-"""Maps the names of commands in other tools to the names of the commands here."""
+"""Maps command names from other tools to the commands of `ddpjob`."""
 
 
 class _Commands(click.Group):
-    """The root command, which lists its commands in groups and suggests one for an unknown name."""
+    """The root command, which groups its commands and suggests a command for an unknown name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         grouped = [name for names in GROUPS.values() for name in names if name in self.commands]
         return grouped + sorted(self.commands.keys() - set(grouped))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for the help, in groups.
+        """Write the commands into the help text, in groups.
 
-        Commands that are in no group come last.
+        Commands without a group come last.
         """
         grouped = [name for names in GROUPS.values() for name in names]
         others = tuple(name for name in self.commands if name not in grouped)
@@ -130,8 +130,8 @@ class _Commands(click.Group):
 class SystemFault(Exception):
     """A file or the output cannot be read or written.
 
-    This exception replaces the OSError. For a closed output, click would handle the OSError itself
-    and exit with 1, but here 1 means that a job has failed.
+    This exception replaces OSError, because click itself handles the OSError of a closed output and
+    exits with 1. For `ddpjob`, exit code 1 means that a job has failed.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -140,7 +140,7 @@ class SystemFault(Exception):
 
 _BEHIND = {"submit": "train.py --", "convert": "-- torchrun"}
 _OF_TORCHRUN = {"nprocpernode": "--procs", "nnodes": "--nodes", "maxrestarts": "--set recovery.maxRestarts=N"}
-"""Maps names of torchrun's options, in lower case and without dashes, to options of `submit`."""
+"""Maps torchrun's option names, in lower case and without dashes, to options of `submit`."""
 
 
 class BeforeArguments(click.Command):
@@ -180,8 +180,8 @@ _KINDS = ("ddpjob.ddpjob.io/", "ddpjobs.ddpjob.io/", "ddpjob/", "ddpjobs/", "ddp
 def bare(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
     """Remove the kind from a name such as ddpjob/first.
 
-    `-o name` prints names in this form. This is a callback of click, so `value` can also be a tuple
-    of names.
+    `-o name` prints names in this form. click calls this function for arguments, so `value` can
+    also be a tuple of names.
     """
     if isinstance(value, tuple):
         return tuple(bare(ctx, parameter, each) for each in value)
@@ -203,7 +203,7 @@ def root(ctx: click.Context, version: bool) -> None:
 
 
 def command_of_job(command: Callable[..., Any]) -> click.Command:
-    """Make a function a command of `ddpjob`, with a job's name as its first argument."""
+    """Turn a function into a command of `ddpjob` that takes a job's name as its first argument."""
     return root.command()(click.argument("job", shell_complete=complete_job, callback=bare)(command))
 
 
@@ -226,6 +226,7 @@ def print_line(line: str) -> None:
 def print_painted(line: str, colour: str = "") -> None:
     """Print a line in colour if the output is a terminal.
 
-    With `colour`, the whole line has this colour. Without it, only the job's state is coloured.
+    If `colour` is given, the whole line has this colour. Otherwise, only the job's state is
+    coloured.
     """
     click.echo(click.style(printable(line), fg=colour) if colour else paint(printable(line)))

@@ -63,8 +63,8 @@ def ready(file: str, name: str | None, options: Options) -> Ready:
 def run_command(file: str, name: str | None, data: Path | None, workdir: Path | None, *, fresh: bool) -> int:
     """Run a job on this machine, and return the exit code.
 
-    The code is 0 if the job is Complete, 1 if it has Failed, 2 for invalid input, and 128+N if
-    signal N has ended the run.
+    The code is 0 if the job is Complete, 1 if the job is Failed, 2 if the input is invalid, and
+    128+N if signal N ended the run.
     """
     with ExitStack() as holding:
         try:
@@ -92,8 +92,8 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
                 "(spec.storage.checkpoints.url); choose a different metadata.name, or remove the job's folder there "
                 f"and {shortest(job.folder.checkpoints)} on this machine"
             )
-        # Reserve the ports before existing checkpoints are moved aside, because no run can start
-        # without ports.
+        # Reserve the ports before moving existing checkpoints aside. If no ports are free, the run
+        # cannot start, and the checkpoints must stay in place.
         ports = free_ports()
         holding.callback(ports[1].close)
         code, to = job.local_spec.spec.code, job.local_spec.code

@@ -1,8 +1,8 @@
 """Draws training curves in a terminal, or runs the trainer's plotting command to save them as an
 image.
 
-Curves of several jobs are drawn in one chart. Each has its own letter as well as its own colour, so
-that the curves are distinguishable in a file without colours.
+The curves of several jobs are drawn in one chart. Each curve has its own letter as well as its own
+colour, so that the curves remain distinguishable in a file without colours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddpjob.missing_package import INSTALL
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 72, 8
 _LOG_FROM = 20
-"""Ratio of the largest to the smallest loss above which a chart has a logarithmic scale."""
+"""A chart has a logarithmic scale if the largest loss is more than this many times the smallest."""
 CUT = f"the beginning is not shown, because only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
 
 
@@ -45,16 +45,16 @@ def means(values: Sequence[float], width: int) -> list[float]:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a row of blocks whose heights show the values.
 
-    The scale goes from the smallest to the largest value.
+    The scale runs from the smallest to the largest value.
     """
     return chart(values, width, 1)[0] if values else ""
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Return a bar chart of the values as rows of blocks, the uppermost row first.
+    """Return a bar chart of the values as rows of blocks, the top row first.
 
-    The bar of the smallest value fills one eighth of a row. The bar of the largest value fills all
-    rows.
+    The bar of the smallest value fills one eighth of a row, and the bar of the largest value fills
+    all rows.
     """
     shown = means(values, width)
     low, high = min(shown), max(shown)
@@ -78,7 +78,7 @@ def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
 def is_cut(text: str) -> bool:
     """Return whether the text is only the end of a longer metrics file.
 
-    Backend.metrics reads at most METRICS_BYTES, so a text of this size is taken to be such an end.
+    Backend.metrics reads at most METRICS_BYTES, so a text of this size is assumed to be cut off.
     """
     return len(text.encode()) >= METRICS_BYTES
 
@@ -86,7 +86,7 @@ def is_cut(text: str) -> bool:
 def curves(text: str, job: str) -> Iterator[str]:
     """Yield the lines that show a job's loss as a chart and its test accuracy as a row of blocks.
 
-    `text` is the content of the job's metrics file. Raises Mistake if it contains no steps.
+    `text` is the content of the job's metrics file. Raises Mistake if the file contains no steps.
     """
     series = read_metrics(text)
     losses, accuracies, restarts = points(series)
@@ -124,9 +124,9 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
     """Yield the lines that show the curves of several jobs in one chart.
 
-    The chart has a panel for each kind of curve, and all panels share the axis `by`. `texts`
-    contains a pair for each job: its name and the content of its metrics file. Raises Mistake if a
-    job has no steps, or if its metrics lack the axis.
+    The chart has a panel for each kind of curve, and all panels share the axis `by`. `texts` pairs
+    the name of each job with the content of the job's metrics file. Raises Mistake if a job has no
+    steps, or if the metrics of a job lack the axis.
     """
     runs = [(job, read_metrics(text)) for job, text in texts]
     positions = []
@@ -192,7 +192,7 @@ def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
 
 
 def _columns(points: Points, right: float) -> dict[int, float]:
-    """Return the mean of the points in each column of the panel, by the number of the column.
+    """Map the number of each column in the panel to the mean of its points.
 
     Columns without points are left out. `right` is the position at the right end of the axis.
     """
@@ -207,7 +207,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_picture(output: Path) -> None:
-    """Raise Mistake if a picture in a file with this name cannot be drawn on this machine."""
+    """Raise Mistake if this machine cannot draw a picture into a file with this name."""
     if output.suffix not in PICTURES:
         raise Mistake(f"--output {output}: must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:
@@ -218,14 +218,14 @@ def check_picture(output: Path) -> None:
 def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) -> None:
     """Draw the curves of several jobs into a file, by running `python -m ddpjob_trainer plot`.
 
-    `texts` contains a pair for each job: its name and the content of its metrics file. Raises
-    Mistake if the picture cannot be drawn.
+    `texts` pairs the name of each job with the content of the job's metrics file. Raises Mistake if
+    the picture cannot be drawn.
     """
     check_picture(output)
     with tempfile.TemporaryDirectory() as folder:
         places = []
         for job, text in texts:
-            # The plot labels the curve with the folder's name.
+            # The plot labels each curve with the name of its folder.
             metrics = Path(folder) / job / METRICS
             metrics.parent.mkdir(parents=True)
             metrics.write_text(text, encoding="utf-8")

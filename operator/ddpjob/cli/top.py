@@ -47,7 +47,7 @@ _PIPED_WIDTH = 200
 
 
 class StepCurve:
-    """The curve of one number that the script reports. It has one value for each report."""
+    """The curve of one number that the script reports. Each report adds one value."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -67,7 +67,7 @@ class StepCurve:
 
 
 class JobScreen:
-    """The screen with the details of one job, which is drawn again at each refresh."""
+    """The screen with one job's details. The screen is drawn again at each refresh."""
 
     def __init__(self) -> None:
         self._loss, self._speed = StepCurve(), StepCurve()
@@ -144,9 +144,9 @@ def _text(line: str) -> Text:
 
 
 def _prose(line: str) -> Text:
-    """Return a line as text that is wrapped if it is too long.
+    """Return a line as text that wraps if it is too long.
 
-    It must not be cut off, because its end says what the user can do.
+    The line must not be cut off, because its end says what the user can do.
     """
     return Text(printable(line))
 

@@ -12,7 +12,7 @@ from ddpjob.client.backends.backend import ENDED, Backend
 from ddpjob.client.texts.job_text import phase, restart_line, why
 
 WAITING_SECONDS = 30.0
-"""Number of seconds after which the progress is printed again while a command waits for a job."""
+"""Seconds between two reports of the progress while a command waits for a job."""
 
 
 def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> int:

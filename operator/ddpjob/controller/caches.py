@@ -28,7 +28,7 @@ Example: a node is drained, and its pod is deleted before the job is reconciled.
 A leader lists everything after it has taken the Lease (`complete`), so its decisions are never
 based on data older than its predecessor's writes.
 
-Why: docs/decisions/0013.
+See docs/decisions/0013.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ Wake = Callable[[JobKey, bool], None]
 """A function that takes the key of a job to reconcile, and whether the reconcile is urgent."""
 
 DEPARTED_FOR = 30.0
-"""Number of seconds for which the last state of a deleted pod is kept. A later reconcile may need
-this state to find out why the pod ended."""
+"""Number of seconds to keep the last state of a deleted pod. A later reconcile may need this state
+to find out why the pod ended.
+"""
 MOST_REFERENCES = 2000
-"""Maximum number of owner references that are read from one object. An object that many jobs share
-can have about a thousand owners."""
+"""Maximum number of owner references to read from one object. An object that many jobs share can
+have about a thousand owners.
+"""
 _View = TypeVar("_View", PodView, WorkloadView)
 
 _ROOTS = {
@@ -90,23 +92,23 @@ _ROOTS = {
 }
 
 WATCHED = tuple(kind for kind in _ROOTS if kind not in ("Secret", "PersistentVolumeClaim"))
-"""The kinds of objects that are watched. Secrets are not watched, because the operator has no
-permission to read them. Claims are not watched either, because the operator reads a claim whenever
-it needs one."""
+"""The kinds of objects that are watched. Secrets are missing, because the operator has no
+permission to read them. Claims are missing too, because the operator reads a claim whenever it
+needs one.
+"""
 
 
 def watches(namespaces: int) -> int:
-    """Return the number of watches that are open for this number of watched namespaces.
+    """Return how many watches are open if this number of namespaces is watched.
 
-    If the number is 0, all namespaces are watched together. Each watch has its own connection.
+    With 0, all namespaces are watched together. Each watch has its own connection.
     """
     return len(WATCHED) * max(1, namespaces) + 1
 
 
 def collection(kind: str, namespace: str) -> str:
-    """Return the URL path for all objects of a kind in a namespace.
-
-    With an empty namespace, the path covers the objects in all namespaces.
+    """Return the URL path for all objects of a kind in a namespace, or in all namespaces if
+    `namespace` is empty.
     """
     root, plural = _ROOTS[kind]
     return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
@@ -127,7 +129,7 @@ class Owned:
     owner_uids: frozenset[str] = frozenset()
     """UIDs of all owners, including those that are not jobs."""
     leaving: bool = False
-    """Whether the object's deletion has been requested."""
+    """Whether the deletion of the object has been requested."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,9 @@ class Caches:
     ) -> None:
         self._on_job = on_job
         self.restored = asyncio.Event()
-        """Set when the jobs' resource versions have moved backwards. This happens when etcd is
-        restored from a backup. kopf's watch then receives no events."""
+        """Set when the jobs' resource versions have moved backwards, as after etcd was restored
+        from a backup. In this case, kopf's watch receives no events.
+        """
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
@@ -178,16 +181,17 @@ class Caches:
         self._workloads: dict[tuple[str, str], dict[str, WorkloadView]] = {}
         """Workloads by namespace and job uid, and then by the Workload's name."""
         self._gangs: dict[str, dict[str, str]] = {}
-        """The PodGroups of each job, by the job's uid. The inner mapping gives a PodGroup's uid for
-        its name."""
+        """The PodGroups of each job, by the job's uid. The inner mapping is from a PodGroup's name
+        to its uid.
+        """
         ours = f"{LABEL_MANAGED}={MANAGED_BY}"
         more: dict[str, tuple[Callable[[Json], Any], Callable[[Any, Any], None], dict[str, Any]]] = {
             "Pod": (partial(_read_labelled, read_pod), self._pod_changed, {"selector": ours}),
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
-        # The operator might lack the permission to list NetworkPolicies. Jobs then run without
-        # NetworkPolicies, and their Isolated condition shows this.
+        # The operator might lack the permission to list NetworkPolicies. In that case, jobs run
+        # without them, as their Isolated condition shows.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
         # These kinds are optional, because most clusters do not serve them.
         for kind in (GANG, VOLCANO_GANG):
@@ -230,7 +234,7 @@ class Caches:
         """Whether every collection was read or refused, and at least one namespace was read in
         full.
 
-        If there is no namespace to watch, the second condition does not apply.
+        The second condition does not apply if there are no namespaces to watch.
         """
         answered = all(cache.answered.is_set() for cache in self._all())
         return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
@@ -240,10 +244,7 @@ class Caches:
         await asyncio.gather(*(cache.answered.wait() for cache in self._all()))
 
     def complete_in(self, namespace: str) -> bool:
-        """Whether all objects in a namespace have been read.
-
-        It does not matter whether other namespaces have been read.
-        """
+        """Whether all objects in this namespace have been read, regardless of other namespaces."""
         return all(self._of(kind, namespace).listed.is_set() for kind in WATCHED)
 
     # --- what is known
@@ -256,10 +257,9 @@ class Caches:
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def others_wait(self, job: DDPJob) -> bool:
-        """Whether a job other than this one is waiting for room in the cluster.
+        """Whether another job is waiting for room in the cluster.
 
-        If this job itself is fully scheduled, the other jobs are not searched, and the result is
-        False.
+        If this job is fully scheduled, the other jobs are not searched, and the result is False.
         """
         own = job.status.condition(ConditionType.SCHEDULED)
         if own is None or own.status:
@@ -275,13 +275,13 @@ class Caches:
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
         """Return the job's pods, sorted by name.
 
-        If a user removes a pod's labels, the pod no longer belongs to the job. A ReplicaSet also
-        releases a pod whose labels are removed.
+        If a user removes a pod's labels, the pod no longer belongs to the job. ReplicaSets treat
+        their pods in the same way.
         """
         return tuple(pod for _, pod in sorted(self._pods.get((job.namespace, job.uid), {}).items()))
 
     def departed(self, job: DDPJob) -> tuple[PodView, ...]:
-        """Return the job's pods that were deleted recently, each in its last known state."""
+        """Return the job's recently deleted pods, each in its last known state."""
         known = self._departed.get((job.namespace, job.uid), {})
         return tuple(pod for gone, pod in known.values() if time.monotonic() - gone < DEPARTED_FOR)
 
@@ -344,7 +344,7 @@ class Caches:
     def take_job(self, job: DDPJob) -> DDPJob:
         """Put a job into the cache as the API server has stored it.
 
-        Return the cached job, whose version can be later than the one that was passed.
+        Return the cached job, which can be a later version.
         """
         kept = _kept(job)
         with self._writing():
@@ -368,7 +368,7 @@ class Caches:
         self._jobs_of(body["metadata"]["namespace"]).seen(event, body)
 
     def writing(self, job: DDPJob) -> AbstractContextManager[None]:
-        """While the context runs, mark a job as being written by the operator."""
+        """While the context is active, mark a job as being written by the operator."""
         return self._jobs_of(job.namespace).writing((job.namespace, job.name))
 
     # --- changes
@@ -468,10 +468,9 @@ _NOBODY = Owned("", "", (), frozenset())
 def _move(
     found: dict[tuple[str, str], dict[str, _View]], before: OwnedView[_View] | None, after: OwnedView[_View] | None
 ) -> None:
-    """Replace one version of a pod or Workload with the next version.
+    """Replace a pod or Workload with its next version in a mapping by job and name.
 
-    The versions are stored under the object's job and name. `before` is None for a new object, and
-    `after` is None for a deleted one.
+    `before` is None for a new object, and `after` is None for a deleted one.
     """
     if before is not None:
         job = before.job.namespace, before.job_uid
@@ -491,9 +490,9 @@ def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View
 
 
 def _asked(job: DDPJob) -> tuple[object, ...]:
-    """Return everything about a job that its users set.
+    """Return everything about a job that users set.
 
-    The result includes the labels for the queue, because a changed label does not change the job's
+    The result includes the labels for the queue, because changing a label does not change the job's
     generation.
     """
     return job.generation, job.queue, job.queue_priority

@@ -25,21 +25,22 @@ from ddpjob.controller.operator_settings import Settings
 
 log = logging.getLogger("ddpjob.kopf")
 Seen = Callable[[str | None, Json], None]
-"""A function that takes the kind of an event and the object. The kind is ADDED, MODIFIED or
-DELETED, or None for an object in a list."""
+"""A function that takes the type of an event and the object. The type is ADDED, MODIFIED or
+DELETED, or None for an object from a list.
+"""
 
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
 RETRY = 2.0
-"""Delay in seconds before kopf is started again after it has exited."""
+"""Delay in seconds before kopf is restarted after it has exited."""
 
 
 class Patience:
     """An endless sequence of the delays in seconds between kopf's attempts at one request.
 
-    Each request starts at the beginning of the sequence. kopf's own sequence is finite. With a
-    finite sequence, kopf would give up after about a minute of 5xx responses, and an upgrade of a
-    control plane can cause such responses for longer.
+    Each request starts at the beginning of the sequence. kopf's own sequence is finite, so kopf
+    would give up after about a minute of 5xx responses. An upgrade of a control plane can cause
+    such responses for longer.
     """
 
     def __iter__(self) -> Iterator[float]:
@@ -64,8 +65,8 @@ def build_registry(seen: Seen) -> kopf.OperatorRegistry:
 class NoDifferences(kopf.DiffBaseStorage):
     """Keeps kopf from comparing each object with its previous state.
 
-    kopf would store copies of objects for handlers that compare them, but this operator has no such
-    handlers.
+    For handlers of differences, kopf would store a copy of each object, but this operator has no
+    such handlers.
     """
 
     def build(self, *, body: Any, extra_fields: Any = None) -> Any:
@@ -98,10 +99,10 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
 
 
 async def follow_jobs(settings: Settings, seen: Seen) -> None:
-    """Run kopf until cancelled, and start it again whenever it exits with an error.
+    """Run kopf until cancelled, and restart it whenever it exits with an error.
 
-    An error in a watch makes kopf exit. kopf runs in a thread with an event loop of its own,
-    because kopf cancels all newer tasks of its event loop when it exits.
+    An error in a watch makes kopf exit. kopf runs in a thread with its own event loop, because kopf
+    cancels all newer tasks of its event loop when it exits.
     """
     loop, ended = asyncio.get_running_loop(), threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

@@ -21,16 +21,17 @@ Changed = Callable[[Hosts | None, frozenset[str]], None]
 
 NODES = "/api/v1/nodes"
 _FORBIDDEN_RETRY = 600.0
-"""If the operator is not permitted to read the Kubernetes nodes, it requests them again after this
-number of seconds."""
+"""Delay in seconds before the Kubernetes nodes are requested again if the operator was not
+permitted to read them.
+"""
 
 
 class HostWatch(Informer[HostView]):
     """Keeps a `HostView` of every Kubernetes node.
 
     `on_hosts(hosts, changed)` is called when at least one view has changed. A Kubernetes node's
-    heartbeat does not change its view. `hosts` is None before the first list. It is also None if
-    the operator is not permitted to list Kubernetes nodes.
+    heartbeat does not change its view. `hosts` is None before the first list, and whenever the
+    operator is not permitted to list Kubernetes nodes.
     """
 
     def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:
@@ -65,8 +66,8 @@ class HostWatch(Informer[HostView]):
     def gone(self, name: str) -> None:
         """Record that the API server has no Kubernetes node with this name.
 
-        The method is called for the Kubernetes node of a pod, even if the watch has never shown
-        this Kubernetes node.
+        Called for the Kubernetes node of a pod, even if the watch has never shown that Kubernetes
+        node.
         """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}

@@ -3,7 +3,7 @@
 kopf (`handlers.py`) reports which job has changed, and the job's new version. This module then
 reads the job from the API server, so user data never passes through kopf. If the operator itself
 has written the new version, the job is not read again, because the response to the write contains
-the job.
+it.
 
 This module adds three things that kopf does not do:
 
@@ -41,8 +41,9 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.jobs")
 
 JOBS_PAGE = 100
-"""Number of jobs in one page of a list. The number is small because a single DDPJob can be as large
-as 1.5 MB."""
+"""Number of jobs in one page of a list. The number is small because one DDPJob can be as large as
+1.5 MB.
+"""
 FEW = 20
 """Maximum number of changed jobs that are read with one request each. If more jobs have changed,
 the whole collection is listed."""
@@ -51,9 +52,9 @@ AT_A_TIME = 4
 NAMES_SECONDS = 60.0
 """Number of seconds between two lists of the names of all jobs."""
 SETTLE_SECONDS = 1.0
-"""Delay in seconds before the names are listed ahead of the regular time. When kopf lists the jobs,
-it shows many jobs within a short time. Because of the delay, one list of the names serves all these
-jobs."""
+"""Delay in seconds before an extra list of the names. When kopf lists the jobs, it shows many jobs
+within a short time, and after the delay a single list of the names serves all of them.
+"""
 RETRY = 1.0
 
 
@@ -75,22 +76,24 @@ class JobCache(Cache[DDPJob]):
     ) -> None:
         super().__init__(rest, collection(namespace), read, on_change, keep)
         self._collection, self._restored = collection, restored
-        """`_restored` is set when kopf's watch is at a later version than the API server. In this
-        case, the watch reports nothing."""
+        """`_restored` is set when kopf's watch is at a later version than the API server. Such a
+        watch reports nothing.
+        """
         self._due: dict[Id, int] = {}
-        """Jobs that have to be read, each with the version that kopf has shown."""
+        """Jobs to read, each with the version that kopf has shown."""
         self._busy: set[Id] = set()
         """Jobs that are currently being read or written."""
         self._some_due = asyncio.Event()
         self._look = asyncio.Event()
         """Set when the names of all jobs should be listed before the regular time."""
         self._awaited: set[Id] | None = None
-        """Names from the first list whose jobs have not been read yet. None before that list."""
+        """Names from the first list whose jobs have not been read yet; None before the first list.
+        """
 
     def seen(self, event: str | None, body: Json) -> None:
         """Process an event from kopf's watch.
 
-        `event` is ADDED, MODIFIED or DELETED. If kopf has found the job in a list, `event` is None.
+        `event` is ADDED, MODIFIED or DELETED, or None if kopf has found the job in a list.
         """
         key, version = id_of(body), version_of(body)
         self._latest = max(self._latest, version)
@@ -115,10 +118,10 @@ class JobCache(Cache[DDPJob]):
 
     @contextlib.contextmanager
     def writing(self, key: Id) -> Iterator[None]:
-        """Keep a job from being read while the operator writes the job. kopf can show the job's new
-        version before the response to the write arrives.
+        """Keep a job from being read while the operator writes it.
 
-        Reading the new version would be useless, because the response contains it.
+        kopf can show the job's new version before the response to the write arrives. Reading the
+        job again would then be useless, because the response contains it.
         """
         self._busy.add(key)
         try:

@@ -33,14 +33,17 @@ from ddpjob.core.view import is_number
 from ddpjob.engine.ports import JobKey
 
 MOST_JOBS = 5000
-"""Maximum number of jobs that have their own series. If there are more jobs, jobs that have not
-ended are chosen first, and the namespaces contribute one job each in turn."""
+"""Maximum number of jobs that have their own series. If there are more jobs, those that have not
+ended are chosen first, one job from each namespace in turn.
+"""
 MOST_PAYERS = 1000
-"""Maximum number of pairs of namespace and queue whose GPU seconds have their own series. The GPU
-seconds of all later pairs are summed under OTHER."""
+"""Maximum number of namespace and queue pairs whose GPU seconds have their own series. The GPU
+seconds of all later pairs are summed under OTHER.
+"""
 OTHER = "Other"
 """The label value for every unknown reason. If every reason became a label value, anybody who can
-write a job's status could create any number of series."""
+write a job's status could create any number of series.
+"""
 FAILURES = frozenset(
     {
         *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "ProgramError"),
@@ -48,7 +51,7 @@ FAILURES = frozenset(
         *("DeadlineExceeded", "ErrImagePull", "ImagePullBackOff", "InvalidImageName"),
     }
 )
-"""The known reasons of the Failed condition, each of which has its own series."""
+"""Known reasons of the Failed condition. Each has its own series."""
 _CAUSES = frozenset(str(cause) for cause in Cause)
 _STARTS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 _RECOVERIES = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
@@ -95,9 +98,8 @@ LOST_STEPS = Histogram(
 
 
 def _begin_at_0() -> None:
-    """Create all series with the value 0.
-
-    Prometheus cannot see an increase from a series that first appears with the value 1.
+    """Create all series with the value 0, because Prometheus cannot see an increase in a series
+    that first appears with the value 1.
     """
     for cause in sorted(_CAUSES):
         RESTARTS.labels(cause, "false")
@@ -120,8 +122,9 @@ class _Account:
     pod_seconds: float = 0.0
     useful_seconds: float = 0.0
     step_at_break: int | None = None
-    """Number of the last step before a break, as long as the first step after the break is awaited.
-    At all other times, None."""
+    """Number of the last step before a break, until the first step after the break is reported.
+    None at all other times.
+    """
 
     def at(self, now: float) -> tuple[float, float]:
         """Return the job's pod seconds and useful seconds at the time `now`."""
@@ -142,14 +145,15 @@ class JobAccounts:
         self._accounts: dict[JobKey, _Account] = {}
         self._ours: set[JobKey] = set()
         """Jobs that this operator acts on. All other jobs are counted by the operators that act on
-        them."""
+        them.
+        """
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
-        """Record whether this operator acts on the job.
+        """Record whether this operator acts on the job. Each reconcile calls this before it writes
+        anything.
 
-        Each reconcile calls this method before it writes anything. A job whose spec names a
-        different controller is never counted, because this operator does not learn how the job
-        ends.
+        A job whose spec names a different controller is never counted, because this operator does
+        not learn how it ends.
         """
         account = self._accounts.get(key)
         if acts and account is not None and not account.job.spec.managed_elsewhere:
@@ -290,9 +294,8 @@ _payers: set[tuple[str, str]] = set()
 
 
 def _count_gpu_seconds(before: DDPJob, after: DDPJob) -> None:
-    """Count the GPU seconds that were added between two versions of a job.
-
-    The GPU seconds are counted for the queue whose quota the job used.
+    """Count the GPU seconds that a job has used between two versions, for the queue whose quota it
+    used.
     """
     added = after.status.gpu_seconds - before.status.gpu_seconds
     if added <= 0:
@@ -308,8 +311,8 @@ def _count_gpu_seconds(before: DDPJob, after: DDPJob) -> None:
 def _count_lost_steps(old: JobStatus, new: JobStatus, fresh: Iterable[Restart], account: _Account) -> None:
     """Count the steps that a job lost through a break.
 
-    Their number is the difference between the last step before the break and the first step that is
-    reported after the break.
+    The number is the difference between the last step before the break and the first step reported
+    after it.
     """
     before, step = _step(old), _step(new)
     if any(restart.round and restart.reason not in PLANNED for restart in fresh):
@@ -399,18 +402,17 @@ class JobSeries(Collector):
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """Start exporting metrics of these accounts' jobs.
-
-        This replica has become the leader of their shard.
+        """Start exporting metrics of these accounts' jobs, because this replica now leads their
+        shard.
         """
         with self._lock:
             self._terms.append(accounts)
 
     def end(self, accounts: JobAccounts) -> None:
-        """Stop exporting metrics of these accounts' jobs.
+        """Stop exporting metrics of these accounts' jobs, because this replica no longer leads
+        their shard.
 
-        This replica is no longer the leader of the jobs' shard, so a different replica exports
-        these metrics.
+        A different replica exports these metrics instead.
         """
         with self._lock:
             self._terms.remove(accounts)

@@ -80,30 +80,32 @@ REPORT_RETRY = 1.0
 """Delay in seconds before a job is reconciled again if the coordinator has not yet answered the
 first request for its report. If the report arrives earlier, it wakes the job at once."""
 CREATIONS = 16
-"""Maximum number of requests to create an object that run at the same time, for all jobs together.
-The number applies to ordinary requests, and separately to slow requests (see `Turns`). The limit
-keeps a burst of new jobs from monopolizing the API server."""
+"""Maximum number of concurrent requests to create objects, for all jobs together. The maximum
+applies separately to ordinary and to slow requests (see `Turns`). It keeps a burst of new jobs from
+monopolizing the API server.
+"""
 LONGEST_PAUSE = 60.0
-"""Maximum delay in seconds before a request that the API server has refused is sent again."""
+"""Maximum delay in seconds before a refused request is sent again."""
 _DELETION, _LABEL, _CHANGE = "delete", "label", "change"
 FOUND_FOR = 30.0
-"""Number of seconds for which an object that was created or found is assumed to exist, even if no
-watch shows it.
+"""Number of seconds to assume that an object exists after it was created or found, even if no watch
+shows it.
 """
 LOOK_AGAIN = 5.0
-"""If a Kubernetes node seems lost, the operator reads it again after this number of seconds.
-"""
+"""Number of seconds after which a Kubernetes node that seems lost is read again."""
 _MOST_CHECKED = 5000
-"""Maximum number of runtime ConfigMaps for which the operator remembers whether their content is
-right. Each namespace with jobs has one or two runtime ConfigMaps. However, users can delete them at
-any time, and the operator then creates new ones."""
+"""Maximum number of runtime ConfigMaps for which the result of the check is kept. Each namespace
+with jobs has one or two of them. Without a maximum, the number could grow, because users can delete
+them at any time and the operator then creates new ones.
+"""
 LARGE_TEMPLATE = 16 * 1024, 300
 """Limits on the number of characters and the number of values in a podTemplate. If one limit is
 exceeded, the podTemplate is searched for faults in a thread, so that the search does not block the
 event loop."""
 MOST_OWNERS = 1000
-"""Maximum number of jobs that are recorded as owners of a shared ConfigMap. An object with that
-many owners exists long enough for all further jobs, so further jobs are not added."""
+"""Maximum number of jobs that are recorded as owners of a shared ConfigMap. An object with this
+many owners exists long enough for all other jobs, so no more owners are added.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class _Pause:
         """Return whether the refused request still has to wait.
 
         The wait ends early if a user has changed the job. It also ends early if fewer of the job's
-        pods are alive than when the request was refused, because a pod that has ended can make room
+        pods are alive than at the time of the refusal, because a pod that has ended can make room
         for the new object.
         """
         return now < self.until and generation == self.generation and living >= self.living
@@ -133,7 +135,7 @@ class _Pause:
 class _Shared:
     """The jobs that are waiting to become owners of a shared ConfigMap.
 
-    The job that is writing the ConfigMap holds the lock `turn`. `waiting` maps the uid of each
+    The job that is writing the ConfigMap holds the `turn` lock. `waiting` maps the uid of each
     waiting job to the owner reference to add.
     """
 
@@ -170,9 +172,10 @@ class KubernetesCluster:
         self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
         self.creating, self.instance, self.is_sole = creating, instance, is_sole
         self._unsure: set[JobKey] = set()
-        """Jobs whose cached status may be stale. Either somebody else might have written the
-        status, or this operator has written it and got no response. Each of these jobs is read
-        again before its next reconcile."""
+        """Jobs whose cached status may be stale, because somebody else might have written it or
+        because the operator got no response to its own write. Each of these jobs is read again
+        before its next reconcile.
+        """
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
         """The uid and the pauses of each job. If creating an object was refused, the pause is
         stored under the object's kind and role. If changing an existing object was refused, the
@@ -180,12 +183,14 @@ class KubernetesCluster:
         self._tokens: dict[JobKey, str] = {}
         """The name of each job's token Secret, if that Secret is known to exist."""
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
-        """Each job's objects that are assumed to exist although no watch shows them, by the job's
-        uid, the object's kind and its name. The value is the time (in monotonic seconds) when this
-        assumption expires."""
+        """Objects of each job that are assumed to exist although no watch shows them, by the job's
+        uid, the object's kind and the object's name. Each value is the time at which the assumption
+        expires, in monotonic seconds.
+        """
         self._faults: dict[JobKey, tuple[tuple[str, str], tuple[str, ...]]] = {}
-        """The faults found in each job's podTemplate, together with the job's uid and the hash of
-        the template that was searched."""
+        """The faults found in each job's podTemplate, stored with the job's uid and the hash of the
+        searched template.
+        """
         self._looked: dict[str, float] = {}
         """The time at which each Kubernetes node that seems lost was last read, by the Kubernetes
         node's name.
@@ -194,7 +199,7 @@ class KubernetesCluster:
         """Whether each runtime ConfigMap has the right content, by the ConfigMap's uid. The result
         stays valid, because a runtime ConfigMap is immutable."""
         self._shared: dict[tuple[str, str], _Shared] = {}
-        """Shared ConfigMaps that owners are currently being added to, by namespace and name."""
+        """Shared ConfigMaps to which owners are being added, by namespace and name."""
 
     # --- reading
 
@@ -203,8 +208,8 @@ class KubernetesCluster:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
-            # A job that is not in the caches is not read from the API server. The role that permits
-            # reading might have been deleted together with the job's namespace.
+            # Do not read the job from the API server. The role that permits reading might have been
+            # deleted together with the job's namespace.
             self._unsure.discard(key)
             for known in (self._pauses, self._tokens, self._found, self._faults):
                 known.pop(key, None)
@@ -258,7 +263,7 @@ class KubernetesCluster:
         return self.report_watch.report(key)
 
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
-        """Read those of the given Kubernetes nodes that seem lost according to the caches.
+        """Read each of these Kubernetes nodes that seems lost according to the caches.
 
         The watch can lag behind. Without this check, a late watch could make the operator replace
         pods that run on a healthy Kubernetes node.
@@ -269,7 +274,7 @@ class KubernetesCluster:
             await asyncio.gather(*(self._look_at(host) for host in lost))
 
     async def _look_at(self, host: str) -> HostView | None:
-        """Return a Kubernetes node, or None if the Kubernetes node is gone.
+        """Return a Kubernetes node, or None if it is gone.
 
         The returned state is at most LOOK_AGAIN seconds old.
         """
@@ -395,10 +400,9 @@ class KubernetesCluster:
         self._checked[body["metadata"]["uid"]] = holds_runtime(body)
 
     async def _runtime(self, job: DDPJob, name: str) -> str:
-        """Return `name` if this ConfigMap exists and is usable.
+        """Return `name` if this ConfigMap exists and is usable; otherwise return an empty string.
 
-        Otherwise, return an empty string. A usable ConfigMap has the right content and exists as
-        long as the job needs it.
+        A usable ConfigMap has the right content and exists as long as the job needs it.
         """
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:
@@ -416,7 +420,7 @@ class KubernetesCluster:
         found = await self._find("PersistentVolumeClaim", namespace, name)
         return read_claim(found) if found is not None else ClaimView(name=name, exists=False)
 
-    # --- writing: called by apply alone
+    # --- writing: called only by apply
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
         meta = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
@@ -588,8 +592,7 @@ class KubernetesCluster:
         if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
             return False
         if self._tokens.get(key) == name:
-            # The Secret was known to exist. A pod lacks the Secret nevertheless, so somebody has
-            # deleted the Secret.
+            # The Secret was known to exist, but a pod lacks it, so somebody has deleted it.
             return False
         same_key = job.status.template_hash.split("-")[1:2] == [self.platform.key_mark]
         generation = job.status.rendezvous.generation
@@ -663,9 +666,8 @@ class KubernetesCluster:
                     try:
                         return await self._share(job, manifest, await self._become_owner(job, shared.waiting))
                     except _Collected:
-                        # The ConfigMap was deleted together with the last job that owned it. A new
-                        # ConfigMap can also be deleted in this way, so there are up to three
-                        # attempts.
+                        # The ConfigMap was deleted together with the last job that owned it. The
+                        # same can happen to a new ConfigMap, so there are up to three attempts.
                         if not left:
                             raise
         finally:
@@ -677,8 +679,8 @@ class KubernetesCluster:
         """Make the job an owner of an empty ConfigMap, and return an owner reference to this
         ConfigMap.
 
-        The empty ConfigMap owns the runtime ConfigMap. All jobs in the namespace that use the
-        runtime own the empty ConfigMap.
+        All jobs in the namespace that use the runtime own the empty ConfigMap, and the empty
+        ConfigMap owns the runtime ConfigMap.
         """
         name = runtime_jobs_name(runtime_name())
         found = self.caches.known("ConfigMap", job.namespace, name)
@@ -705,7 +707,7 @@ class KubernetesCluster:
         if self.caches.known("ConfigMap", job.namespace, name) is None:
             await self._create(job, manifest)
         found = self.caches.known("ConfigMap", job.namespace, name)
-        # The ConfigMap lacks the operator's label, so no watch shows it.
+        # If the ConfigMap is still unknown, it lacks the operator's label, so no watch shows it.
         if found is None:
             raise NameTaken(_NOT_THE_RUNTIME)
         return found
@@ -729,7 +731,7 @@ class KubernetesCluster:
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
         """Return owner references to other jobs in the namespace that will use the same runtime.
 
-        If these jobs are added now, a single write replaces one write per job.
+        If these jobs are added now, one write replaces a separate write for each job.
         """
         name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
         known = found.job_uids if found is not None else frozenset[str]()
@@ -772,7 +774,7 @@ class KubernetesCluster:
         pauses[uid, what] = self._pause(job, Refused(error.status, f"{of}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
-        """Return the reason why the API server refuses to delete one of the job's pods.
+        """Return why the API server refuses to delete one of the job's pods.
 
         The result is empty if no deletion was refused.
         """
@@ -792,7 +794,7 @@ class KubernetesCluster:
         return host is None or not host.ready
 
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
-        """Delete one of the job's objects; record an event if the API server refuses.
+        """Delete one of the job's objects, and record an event if the API server refuses.
 
         The event is needed because no condition in the job's status shows that the object still
         exists.
@@ -817,9 +819,9 @@ class KubernetesCluster:
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Read a Workload, pass it to `change`, and write the returned Workload.
+        """Read a Workload, pass it to `change`, and write the result.
 
-        If `change` returns None, nothing is written.
+        If `change` returns None, write nothing.
         """
         path = _path(WORKLOAD, job.namespace, name)
         if self._waits(job, uid, _CHANGE):
@@ -841,10 +843,10 @@ class KubernetesCluster:
                 self._keep(job, f"Workload {name}", uid, _CHANGE, error)
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
-        """Write a pod's role into its label.
+        """Label a pod with its role.
 
-        The patch contains the pod's uid. If a different pod has this name by now, the API server
-        therefore rejects the patch.
+        The patch contains the pod's uid. The API server therefore rejects the patch if a different
+        pod has this name by now.
         """
         body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
         path = _path("Pod", job.namespace, name)
@@ -863,8 +865,8 @@ class KubernetesCluster:
         """Try to delete an object.
 
         Return the response, and the error if the API server refuses. If the object is already gone,
-        or if a different object has its name, the response is None. After each refusal, the wait
-        before the next attempt is longer.
+        or if a different object has its name, the response is None. The wait before the next
+        attempt grows with each refusal.
         """
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, **options}
         answer = None
@@ -885,7 +887,7 @@ class KubernetesCluster:
         self.notifier.send(JobKey(job.namespace, job.name), id, receiver, body)
 
     async def record(self, job: DDPJob, event: Event) -> None:
-        """Write an event for the job.
+        """Record an event for the job.
 
         If the API server does not accept the event, the operator only logs this, because the job's
         status contains the same facts.

@@ -2,9 +2,9 @@
 kopf reads.
 
 kopf keeps all objects of a list in memory, and each changed object for a few seconds. Users choose
-how large a DDPJob and its metadata are. Therefore kopf gets only the names and versions of jobs.
-Its session requests only metadata, in pages of limited size, and passes on only the fields that
-identify an object.
+how large a DDPJob and its metadata are. Therefore, kopf gets only the names and versions of jobs.
+The session that kopf uses requests only metadata, in pages of limited size, and passes on only the
+fields that identify an object.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def _is_of_jobs(response: Any) -> bool:
 
 
 class _Requests:
-    """Changes kopf's requests for jobs, so that the requests ask only for metadata.
+    """Changes kopf's requests for jobs to ask only for metadata.
 
     A watch request must not ask for a list type, because the API server would then end the watch at
     the first event.
     """
 
     def __init__(self) -> None:
-        # Maps the path of a collection to the time at which its newest watch was started.
+        # Maps the path of a collection to the time at which its latest watch was started.
         self._watched: dict[str, float] = {}
 
     async def __call__(

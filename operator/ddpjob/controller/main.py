@@ -48,22 +48,24 @@ GARBAGE_OBJECTS = 50_000
 JSON contains many objects but no cycles. With Python's default of 700, the searches would double
 the CPU time for reading a list of pods."""
 OTHERS_SECONDS = 10.0
-"""If a different operator seems to act on a job, the job is reconciled again after this number of
-seconds."""
+"""Number of seconds after which a job is reconciled again if a different operator seems to act on
+it.
+"""
 
 INCOMPLETE_SECONDS = 1.0
-"""If the objects in a job's namespace have not been read completely, the job is reconciled again
-after this number of seconds."""
+"""Number of seconds after which a job is reconciled again if the objects in its namespace have not
+been read completely.
+"""
 CONNECTIONS = 64
-"""Number of connections that the operator opens for requests. The watches have additional
-connections."""
+"""Number of connections that the operator opens for requests. Watches have additional connections.
+"""
 
 
 class Leader:
     """Acts as the leader of one shard, for one term.
 
-    The leader follows the API server and reconciles the jobs in the shard's namespaces. A later
-    term uses none of this state.
+    The leader follows the API server and reconciles the jobs in the shard's namespaces. No state is
+    carried over to a later term.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class Leader:
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
         creating = Turns(CREATIONS)
-        # Each namespace gets a fair share of the workers, and `_rank` gives the order of jobs.
-        # While pods wait to be created, the queue counts as crowded, and reconciles that only
-        # update a status start less often.
+        # Each namespace gets a fair share of the workers, and `_rank` orders the jobs. While pods
+        # wait to be created, the queue counts as crowded, so reconciles that only update a status
+        # start less often.
         self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
@@ -97,10 +99,10 @@ class Leader:
         return shard_of(namespace, self.settings.shards) == self.shard
 
     def _rank(self, key: JobKey) -> int:
-        """Return the priority of a job in the work queue, where the lowest number comes first.
+        """Return the priority of a job in the work queue. The lowest number comes first.
 
-        Finished jobs come last. Jobs that are not running or lack pods come first. A running job
-        whose pods all exist comes after them until it has been reconciled once in this term.
+        Jobs that are not running or lack pods come first. A running job that has all its pods comes
+        after them until it has been reconciled once in this term. Finished jobs come last.
         """
         job = self.caches.job(key)
         if job is None:
@@ -129,8 +131,7 @@ class Leader:
             self.queue.add(key)
 
     async def reconcile_one(self, key: JobKey) -> float | None:
-        """Reconcile one job, and return the number of seconds until the job should be reconciled
-        again.
+        """Reconcile one job, and return the number of seconds until its next reconcile.
 
         The duration of the reconcile is recorded as a metric.
         """
@@ -157,9 +158,9 @@ class Leader:
             metrics.RECONCILE_SECONDS.labels(result).observe(time.perf_counter() - began)
 
     async def _find_pause(self, key: JobKey) -> float:
-        """Return the number of seconds for which this replica must not act on a job.
+        """Return for how many seconds this replica must not act on a job.
 
-        The result is 0 if the replica is allowed to act on the job now.
+        The result is 0 if the replica may act now.
         """
         if not self.caches.complete_in(key.namespace) or not self.schema.fits:
             return INCOMPLETE_SECONDS
@@ -168,7 +169,7 @@ class Leader:
         return 0.0 if ours else OTHERS_SECONDS
 
     async def _is_ours(self, key: JobKey) -> bool:
-        """Whether this operator acts in the job's namespace, so no other operator does."""
+        """Whether this operator is the one that acts in the job's namespace."""
         try:
             return self.claims is None or await self.claims.mine(key.namespace)
         except Unavailable as error:
@@ -176,7 +177,9 @@ class Leader:
             return False
 
     def _is_sole(self, namespace: str) -> bool:
-        """Whether this operator holds the namespace's Lease, so no other operator acts there."""
+        """Whether this operator holds the namespace's Lease, which keeps other operators from
+        acting there.
+        """
         return self.claims is not None and self.claims.is_sole(namespace)
 
     async def _follow_by_kopf(self) -> None:
@@ -219,10 +222,9 @@ class Leader:
 
 
 class Operator:
-    """One replica of the operator, which acts as the leader of each shard whose Lease it holds.
+    """One replica of the operator. It acts as the leader of each shard whose Lease it holds.
 
-    A replica that holds no Lease requests only the Leases and the schema that the API server
-    serves.
+    A replica without a Lease requests only the Leases and the schema that the API server serves.
     """
 
     def __init__(
@@ -250,8 +252,8 @@ class Operator:
     async def act(self, shard: int) -> None:
         """Act as the leader of a shard for one term.
 
-        The leader starts without the state of an earlier term, because another replica may have
-        acted between the terms.
+        Each term starts without the state of earlier terms, because another replica may have acted
+        in between.
         """
         leader = self.leaders[shard] = Leader(self.settings, self.rest, self.coordinators, shard, self.schema)
         try:
@@ -262,9 +264,9 @@ class Operator:
     async def act_when_elected(self) -> None:
         """Act for each shard while this replica holds the shard's Lease.
 
-        If there are no Leases, always act. The method ends only with an error. If this replica's
-        release needs a newer CRD than the cluster has, this replica cannot act. It then leaves the
-        Leases to the replicas of the previous release.
+        If there are no Leases, always act. The method ends only with an error. A replica whose
+        release needs a newer CRD than the cluster has cannot act, so it leaves the Leases to
+        replicas of the previous release.
         """
         looking = asyncio.create_task(self.schema.run())
         try:
@@ -281,8 +283,8 @@ class Operator:
     def ready(self) -> bool:
         """Whether this replica does its work.
 
-        A leader is ready once it has read all objects. A replica that leads no shard is ready if it
-        has read the Leases recently.
+        A leader is ready once it has read all objects. A replica that does not lead any shard is
+        ready if it has read the Leases recently.
         """
         if not self.schema.fits:
             return False
@@ -370,8 +372,8 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    # Hide kopf's warning that it cannot handle signals in a thread. This process handles signals
-    # itself.
+    # Hide kopf's warning that it cannot handle signals in a thread, because this process handles
+    # signals itself.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     # The operator holds a connection to the coordinator of each running job.
     raise_open_files()

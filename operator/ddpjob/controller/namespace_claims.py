@@ -1,9 +1,9 @@
 """Claims namespaces, so that if two operators watch a namespace, only the first acts on its jobs.
 
-Without claims, each operator would take the other operator's key for a change of its own key, and
-would therefore restart jobs. Helm prevents most installations that would make two operators watch
-the same namespace, but not all of them. Two operators without permission for Leases restart each
-job once (`slots.is_superseded`).
+Without claims, each operator would mistake the other operator's key for a change of its own key,
+and would restart jobs. Helm prevents most installations in which two operators would watch the same
+namespace, but not all of them. Two operators without permission for Leases restart each job once
+(`slots.is_superseded`).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class _Namespace:
 
 
 class NamespaceClaims:
-    """The namespaces that a release of the operator has claimed.
+    """Claims namespaces for a release of the operator. All replicas of the release share the
+    claims.
 
-    All replicas of the release share the release's claims. `release` is the name of the Lease that
-    these replicas use for their own election.
+    `release` is the name of the Lease that these replicas use for their own election.
     """
 
     def __init__(self, rest: Rest, release: str) -> None:
@@ -59,13 +59,14 @@ class NamespaceClaims:
         self._namespaces: dict[str, _Namespace] = {}
 
     async def mine(self, name: str) -> bool:
-        """Return whether this release acts in a namespace.
+        """Return whether this release acts in a namespace. Claim the namespace if no release has
+        claimed it.
 
-        If no release has claimed the namespace, claim it. Raises Unavailable.
+        Raises Unavailable.
         """
         if name not in self._namespaces:
-            # Forget namespaces that were not asked about recently. These namespaces have no jobs
-            # left, and might no longer exist.
+            # Forget namespaces that no recent call has asked about. They have no jobs left, and
+            # might no longer exist.
             left = time.monotonic() - CLAIM_SECONDS
             self._namespaces = {n: k for n, k in self._namespaces.items() if k.due > left or k.lock.locked()}
             self._namespaces[name] = _Namespace(_Claim(self.rest, name, CLAIM_NAME, self.release))
@@ -76,7 +77,9 @@ class NamespaceClaims:
         return known.mine
 
     def is_sole(self, name: str) -> bool:
-        """Whether this release holds the namespace's Lease, so no other operator acts there."""
+        """Whether this release holds the namespace's Lease, which keeps other operators from acting
+        there.
+        """
         known = self._namespaces.get(name)
         return known is not None and known.mine and not known.refused
 

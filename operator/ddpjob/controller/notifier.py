@@ -29,7 +29,8 @@ log = logging.getLogger("ddpjob.notify")
 
 SECONDS = 10.0
 """Maximum duration in seconds of one attempt, from the DNS lookup to the headers of the response.
-The body of the response is not read."""
+The response's body is not read.
+"""
 TRIES = 10
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Shortest and longest delay in seconds between two attempts. The delay doubles after each attempt,
@@ -39,8 +40,7 @@ WORKERS = 2
 namespace gets one of the workers."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
-"""An entry that stands for all namespaces, in the list of namespaces that are allowed to use a
-receiver."""
+"""Entry that stands for all namespaces in a receiver's list of permitted namespaces."""
 
 
 class Unsent(Exception):
@@ -59,14 +59,14 @@ class Unsent(Exception):
 class Receivers:
     """The receivers, and the namespaces whose jobs are allowed to use each receiver.
 
-    `folder` contains one file for each receiver. The file's name is the receiver's name, and its
-    content is the URL.
+    `folder` contains one file for each receiver. The file has the receiver's name and contains the
+    receiver's URL.
     """
 
     namespaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     folder: Path = Path("/nonexistent")
     link: str = ""
-    """URL of a web page about a job. It contains the placeholders {namespace} and {job}."""
+    """URL of a web page about a job, with the placeholders {namespace} and {job}."""
 
     def usable_in(self, namespace: str) -> frozenset[str]:
         """Return the names of the receivers that the jobs in a namespace are allowed to use."""
@@ -98,7 +98,7 @@ class Receivers:
 
 @dataclass
 class _Sending:
-    """A notification whose outcome the job's status does not contain yet."""
+    """A notification whose outcome is not in the job's status yet."""
 
     receiver: str
     body: Json
@@ -147,10 +147,10 @@ class Notifier:
         self._queue(receiver).add((key, id))
 
     def outcomes(self, key: JobKey, pending: Iterable[str]) -> dict[str, NotificationOutcome]:
-        """Return the known outcomes of those notifications that are pending in the job's status.
+        """Return the known outcomes of the notifications with the ids in `pending`.
 
-        `pending` has the ids of these notifications. All other notifications of the job are
-        forgotten, because the status already contains their outcomes.
+        These are the notifications that are pending in the job's status. All other notifications of
+        the job are forgotten, because the status already contains their outcomes.
         """
         if key not in self._sending:
             return {}

@@ -107,8 +107,7 @@ class TurnMeter(selectors.DefaultSelector):
             self._began = self._clock()
 
     def longest(self) -> float:
-        """Return the duration in seconds of the longest recent turn, which can be the turn in
-        progress.
+        """Return the duration in seconds of the longest recent turn, including the current turn.
 
         This method can be called from any thread.
         """
@@ -127,11 +126,12 @@ class TurnMeter(selectors.DefaultSelector):
 
 CONNECTIONS = 16
 """Maximum number of clients that are served at the same time. The number is limited because anybody
-in the network can connect. Further clients are refused."""
+on the network can connect. Additional clients are refused.
+"""
 PATIENCE = 10.0
 """Maximum time in seconds that a connected client may be silent."""
 FRESH_SECONDS = 0.5
-"""Minimum time in seconds for which the rendered text of the metrics is reused."""
+"""Minimum number of seconds for which the rendered metrics are reused."""
 SHARE = 0.1
 """Maximum share of one CPU's time that is spent on rendering metrics. If there are many jobs,
 rendering takes longer, so the text is also reused for longer."""
@@ -149,7 +149,7 @@ class Page:
         self._text, self._until = b"", 0.0
 
     def text(self) -> bytes:
-        """Return the text of all metrics. An exception raised by a collector is passed on."""
+        """Return the text of all metrics. Exceptions raised by collectors are propagated."""
         with self._lock:
             if time.monotonic() >= self._until:
                 began = time.thread_time()
@@ -165,7 +165,7 @@ class Page:
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Serves each connection in a thread of its own.
+    """Serves each connection in its own thread.
 
     There are at most CONNECTIONS threads, because each of them costs memory and time. The server
     responds even if the event loop hangs.

@@ -42,8 +42,8 @@ class Settings:
     namespaces: tuple[str, ...] = ()
     """Names of the namespaces to watch. If there are none, all namespaces are watched."""
     peer: Json | None = None
-    """A NetworkPolicy peer, in JSON, that matches the operator's own pods. If the peer is missing,
-    no job gets a NetworkPolicy."""
+    """A NetworkPolicy peer, in JSON, that matches the operator's pods. Without a peer, no job gets
+    a NetworkPolicy."""
     metrics_peers: tuple[Json, ...] = ()
     """A JSON list of NetworkPolicy peers that are allowed to connect to coordinators in order to
     read metrics."""
@@ -72,8 +72,9 @@ class Settings:
     {namespace} and {job}."""
     node_health: HealthSignals = field(default_factory=HealthSignals)
     """Signs of an unhealthy Kubernetes node, from two variables with JSON lists. NODE_CONDITIONS
-    lists conditions as TYPE=STATUS, and NODE_TAINTS lists keys of taints. A final * makes a type or
-    a key a prefix."""
+    lists conditions as TYPE=STATUS, and NODE_TAINTS lists taint keys. A final * makes a type or a
+    key a prefix.
+    """
     code_image: str = Platform.git_image
     """The image of the init container that runs `git` to clone the repository in spec.code.git."""
     classes: JobClasses = field(default_factory=JobClasses)

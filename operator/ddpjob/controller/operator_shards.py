@@ -5,14 +5,14 @@ at the same time, but never two for the same job. Each shard has a Lease, whose 
 in `election`. The rules in this module only decide which replica should take which Lease.
 
 - A replica without a Lease takes a free Lease immediately. A replica that already holds Leases
-  first leaves a free Lease to other replicas. It waits for PATIENCE seconds multiplied by the
-  number of Leases that it holds.
+  waits first, so that other replicas can take the free Lease. The wait is PATIENCE seconds for each
+  Lease that the replica holds.
 - A replica with at least two fewer shards than another replica asks that replica for a shard by
   writing its own name into an annotation of the Lease. The holder stops acting for that shard and
   releases the shard's Lease.
-- The Leases' names contain the number of shards. While any replica holds a Lease for
-  a different number, no replica takes a Lease for this number, because the two numbers put the
-  same namespace into different shards.
+- The Leases' names contain the number of shards. Two different numbers put the same namespace into
+  different shards. A replica therefore does not take a Lease while another replica holds one for a
+  different number.
 
 Example with 4 shards:
 
@@ -25,7 +25,7 @@ Example with 4 shards:
 A replica asks at most once in LEASE_SECONDS. While an upgrade changes 4 shards to 8, new replicas
 wait until the old ones have released all `-of-4` Leases.
 
-Why: docs/decisions/0015.
+See docs/decisions/0015.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ WANTED_BY = "ddpjob.io/wanted-by"
 """Annotation of a Lease. Its value is the name of a replica that asks the holder to release the
 Lease."""
 PATIENCE = 3 * RETRY_SECONDS
-"""A replica that already holds Leases waits before it takes another free Lease. The wait is this
-number of seconds for each Lease that the replica holds."""
+"""Number of seconds that a replica waits before it takes a free Lease, for each Lease that it
+already holds.
+"""
 
 
 def shard_of(namespace: str, count: int) -> int:
@@ -84,8 +85,8 @@ class Shards:
     def asks(self, holder: str) -> bool:
         """Return whether this replica should ask `holder` for one of its shards now.
 
-        This replica should ask only if `holder`, after giving a shard away, would still have at
-        least as many shards as this replica.
+        This replica should ask only if `holder` would still have at least as many shards as this
+        replica after giving one away.
         """
         theirs = Counter(lease.holder for lease in self.leases)[holder]
         return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
@@ -95,7 +96,7 @@ class Shards:
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:
-        """Whether a different replica holds a Lease for a different number of shards.
+        """Whether another replica holds a Lease for a different number of shards.
 
         This happens while an upgrade changes the number of shards. Raises the same errors as
         `Rest.request`.
@@ -143,9 +144,9 @@ class ShardLease(Lease):
     async def _is_alone(self) -> bool:
         """Return whether no replica holds a Lease for a different number of shards.
 
-        If a replica holds such a Lease, release this Lease and wait a moment. Two replicas with
-        different numbers of shards can take their Leases at the same time. Each of the two replicas
-        then sees the other's Lease here, and tries again later.
+        If a replica does, release this Lease and wait a moment. Two replicas with different numbers
+        of shards can take their Leases at the same time. Each of them then sees the other's Lease
+        here, and tries again later.
         """
         if not await self.shards.another_number_is_held():
             return True

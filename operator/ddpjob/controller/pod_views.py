@@ -50,7 +50,7 @@ _MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 
 
 def read_pod(body: Mapping[str, Any]) -> PodView:
-    """Make the view of a pod from a Pod object.
+    """Convert a Pod object to the view of a pod.
 
     The size of the view is limited, because anyone who is permitted to create pods can label a pod
     as belonging to a job. Raises KeyError or ValueError if the labels are missing or invalid.
@@ -94,7 +94,7 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
 
 
 def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
-    """Return the devices that all containers of a pod request together, with their number.
+    """Return how many devices of each kind the containers of a pod request together.
 
     A resource counts as a device if its name contains a domain and its amount is a whole number.
     """
@@ -107,11 +107,11 @@ def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _default_memory(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
-    """Return the memory limit of the pod's main container if a LimitRange has set this limit.
+    """Return the memory limit of the pod's main container if it comes from a LimitRange.
 
     If the pod's author has set the limit, the result is empty. The admission plugin sets the
-    missing values, and lists them in an annotation on the pod. An example is `LimitRanger plugin
-    set: cpu, memory request for container trainer; memory limit for container trainer`.
+    missing values, and lists them in an annotation on the pod, such as `LimitRanger plugin set:
+    cpu, memory request for container trainer; memory limit for container trainer`.
     """
     said = str((meta.get("annotations") or {}).get(_OF_LIMIT_RANGE, "")).partition(": ")[2].split("; ")
     for container in spec.get("containers", ()):
@@ -142,7 +142,7 @@ def _containers(statuses: Sequence[Mapping[str, Any]]) -> dict[str, ContainerVie
 
 
 def read_container(status: Mapping[str, Any]) -> ContainerView:
-    """Make the view of a container from an item of `containerStatuses`."""
+    """Convert an item of `containerStatuses` to the view of a container."""
     state = status.get("state", {})
     waiting, running, ended = state.get("waiting", {}), state.get("running", {}), state.get("terminated")
     if ended is not None:
@@ -161,7 +161,7 @@ def read_container(status: Mapping[str, Any]) -> ContainerView:
 
 
 def read_claim(body: Mapping[str, Any]) -> ClaimView:
-    """Make the view of a claim from a PersistentVolumeClaim object."""
+    """Convert a PersistentVolumeClaim object to the view of a claim."""
     meta = body["metadata"]
     labels = meta.get("labels") or {}
     made = labels.get(LABEL_MANAGED) == MANAGED_BY
@@ -177,7 +177,7 @@ def read_claim(body: Mapping[str, Any]) -> ClaimView:
 
 
 def read_workload(body: Mapping[str, Any]) -> WorkloadView:
-    """Make the view of a job's Workload from a Workload object.
+    """Convert a Workload object to the view of a job's Workload.
 
     The view does not contain the fields that the Workload's flavors add to pods, because this
     object only names the flavors. Raises KeyError if the object has no name.
@@ -193,7 +193,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
     grant, message = None, _said(conditions, held, status)
     if "Admitted" in held and nodes is not None:
         asked = sets.get(NODE_SET, {}).get("count", 1)
-        # If the count equals the requested count, Kueue can leave it out.
+        # Kueue may leave out the count if it equals the requested count.
         pods = nodes.get("count", asked)
         if isinstance(pods, int) and 1 <= pods <= asked:
             grant = QueueStatus(
@@ -225,7 +225,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
 
 
 def _said(conditions: Mapping[str, Any], held: set[str], status: Mapping[str, Any]) -> str:
-    """Return Kueue's own explanation of why a Workload was evicted or is waiting."""
+    """Return Kueue's explanation of why a Workload was evicted or is waiting."""
     if "Evicted" in held and "QuotaReserved" in held:
         return str(conditions["Evicted"].get("message", ""))[:_LONGEST_TEXT]
     if "QuotaReserved" not in held:
@@ -255,12 +255,11 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 def _with_topology(
     changes: PodChanges, workload: str, assignment: Mapping[str, Any], sets: Mapping[Any, Any]
 ) -> PodChanges:
-    """Return the changes for the pods in a pod set, with the marks that Kueue needs to place these
-    pods.
+    """Return a pod set's changes to its pods, with the marks that Kueue needs to place these pods.
 
-    Kueue recognizes the pods by a label and annotations, and writes a topology domain into the node
-    selector of each pod. If Kueue has assigned no topology domains to the pod set, the changes stay
-    as they are.
+    Kueue recognizes the pods by a label and annotations, and writes a topology domain into each
+    pod's node selector. If Kueue has not assigned topology domains to the pod set, the changes are
+    returned as they are.
     """
     if not assignment.get("topologyAssignment"):
         return changes
@@ -268,7 +267,8 @@ def _with_topology(
     asked = sets.get(name, {}).get("topologyRequest") or {}
     marks = {ANNOTATION_WORKLOAD: workload}
     if not asked.keys() & {*TOPOLOGIES, "unconstrained"}:
-        # The job did not ask for a topology, so all of the queue's flavors have a topology.
+        # Kueue has assigned a topology although the job did not request one, so all of the queue's
+        # flavors have a topology.
         marks[UNCONSTRAINED] = "true"
     return added(changes, {"labels": {"kueue.x-k8s.io/podset": name}, "annotations": marks}, None)
 
@@ -276,8 +276,8 @@ def _with_topology(
 def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:
     """Return these changes combined with the changes from a flavor or an admission check.
 
-    `selector` has the additional node selector. `more` has the additional tolerations, labels and
-    annotations.
+    `selector` contains the additional node selector. `more` contains the additional tolerations,
+    labels and annotations.
     """
     tolerations = [t for t in more.get("tolerations") or () if t not in changes.tolerations]
     return PodChanges(

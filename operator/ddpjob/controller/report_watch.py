@@ -53,8 +53,9 @@ PAUSE, SLOW_PAUSE = 0.1, 1.0
 requests after a quiet period. SLOW_PAUSE applies to all later requests."""
 BURST = 10
 WAKE_SECONDS = 1.0
-"""Minimum delay in seconds between two wake-ups of the same job. If the job's last wake-up is
-longer ago than this delay, news wakes the job immediately."""
+"""Minimum delay in seconds between two wake-ups of the same job. If the last wake-up is longer ago,
+news wakes the job immediately.
+"""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
 """Shortest and longest delay in seconds before a failed request is sent again. After the network
 has recovered, a user sees the current state within the longest delay.
@@ -65,8 +66,8 @@ to read the reports of other coordinators."""
 STALE_SECONDS = 3.0
 """Number of seconds without a response after which a coordinator's last report is dropped."""
 READ_BYTES = 25_000_000
-"""Maximum number of bytes that are read per second from the reports of all coordinators. One CPU
-can read about twice as many bytes per second."""
+"""Maximum number of bytes to read per second from the reports of all coordinators. One CPU can read
+about twice as many bytes per second."""
 
 
 @dataclass
@@ -80,8 +81,9 @@ class FollowedCoordinator:
     task: asyncio.Task[None] | None = None
     report: Report | None = None
     failing_since: float | None = None
-    """The time at which the coordinator stopped responding. If the coordinator responded to the
-    last request, this is None."""
+    """The time at which the coordinator stopped responding; None if it responded to the last
+    request.
+    """
     answered: float = field(default=float("-inf"))
     news: Any = None
     failures: int = 0
@@ -91,8 +93,9 @@ class FollowedCoordinator:
     woken: float = field(default=float("-inf"))
     wake: asyncio.TimerHandle | None = None
     refusal: str = ""
-    """The reason why the coordinator's last response could not be used. If the response could be
-    used, or if there was no response, the reason is empty."""
+    """The reason why the coordinator's last response could not be used. Empty if the response could
+    be used, or if there was no response.
+    """
 
 
 class ReportWatch:
@@ -146,7 +149,7 @@ class ReportWatch:
     def refusal(self, key: JobKey) -> str:
         """Return the reason why the coordinator's last response could not be used.
 
-        If the response could be used, or if there was no response, the result is empty.
+        The result is empty if the response could be used, or if there was no response.
         """
         followed = self._followed.get(key)
         return followed.refusal if followed is not None else ""
@@ -160,7 +163,7 @@ class ReportWatch:
         return sum((followed.failing_since is None) == answers for followed in list(self._followed.values()))
 
     def is_asking(self, key: JobKey) -> bool:
-        """Whether the first request to the coordinator has neither succeeded nor failed yet."""
+        """Whether the first request to the coordinator is still in progress."""
         followed = self._followed.get(key)
         return followed is not None and followed.report is None and followed.failing_since is None
 
@@ -188,10 +191,10 @@ class ReportWatch:
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
         """Return the delay that keeps all reports together below READ_BYTES per second.
 
-        The delay is the time needed to read the last reports of all coordinators at this rate. If
-        this report is smaller than the average, the delay is computed as if all reports had its
-        `size`. A large report therefore waits only if many reports are large, and a small report
-        never waits because of large reports.
+        The delay is the time needed to read the last reports of all coordinators at this rate. For
+        a report smaller than the average, the delay is computed as if all reports had its `size`. A
+        large report therefore waits only if many reports are large, and a small report never waits
+        because of large ones.
         """
         self._bytes += size - followed.size
         followed.size = size
@@ -258,17 +261,16 @@ def _jitter() -> float:
 
 
 def _news(report: Report) -> Any:
-    """Return the parts of a report in which a change requires an immediate reconcile.
+    """Return the parts of a report whose changes require an immediate reconcile.
 
-    If different figures are reported, this counts as a change. If only the values of the figures
-    differ, it does not.
+    The names of the reported figures are among these parts, but the values are not.
     """
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]
     settings = report.nodes, report.min_nodes, report.hang_after, report.hangs, report.backoff
     last = [i.id for i in report.incidents[-1:]]
     recovery = report.recovery.last_seconds, progress_news(report.progress)
-    # The start of the overdue step is left out. The start is computed again for each report by
-    # comparing clocks, so its value would seem to change.
+    # Leave out the start of the overdue step. It is computed for each report by comparing clocks,
+    # so its value would seem to change.
     overdue = report.overdue and (report.overdue.where, report.overdue.activity)
     return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

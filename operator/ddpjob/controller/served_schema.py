@@ -45,8 +45,8 @@ class ServedSchema:
     def __init__(self, rest: Rest) -> None:
         self.rest = rest
         self.missing: tuple[str, ...] | None = None
-        """Paths of the status fields that the API server would drop. None if these fields are not
-        known yet."""
+        """Paths of the status fields that the API server would drop; None while they are unknown.
+        """
         self._fits = asyncio.Event()
         self._seen = ""
         """URL of the schema that was read last. The URL contains a hash of the schema, so it

@@ -13,7 +13,7 @@ current generation still fits the job and, if not, how much of the generation mu
   the coordinator next restarts the group. If nodes are removed, the group restarts immediately. A
   new generation is needed only if the job uses `command`, or if missing pods could not join their
   peers.
-- A job whose key another operator has replaced is left to that operator
+- If another operator has replaced a job's key, the job is left to that operator
   (`slots.is_superseded`).
 - Nothing changes while podTemplate has faults, or if the group has already finished its work.
 - A gang that holds nodes but cannot train gives them up (`yield_room`).
@@ -96,7 +96,7 @@ def begin(view: View) -> Begun:
 
 
 def explain_superseded(view: View) -> str:
-    """Explain why this operator leaves the job to another one; empty if it keeps the job."""
+    """Explain why this operator leaves the job to another; empty if this operator keeps it."""
     if not is_superseded(view):
         return ""
     return (

@@ -149,7 +149,7 @@ def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
 def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
     """Return the final decision on a job whose group has failed for good or finished its work.
 
-    Return None if neither is the case, so that the job continues.
+    Return None if the job continues.
     """
     view = followed.view
     if followed.failure is not None:

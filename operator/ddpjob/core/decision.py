@@ -44,8 +44,8 @@ class CreateWorkload:
     pods: int
     """Number of pods to request quota for, without the coordinator's pod."""
     least: int = 0
-    """The smallest number of these pods that Kueue may admit if there is too little quota for all
-    of them. 0 means that Kueue must admit all of them."""
+    """The smallest number of pods that Kueue may admit if there is too little quota for all pods.
+    0 means that Kueue must admit all pods."""
     replaces: str = ""
     """Name of the Workload that holds the job's quota now. Once Kueue has admitted the new
     Workload, the quota belongs to the new one."""
@@ -186,7 +186,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome of `decide`, performed by `ddpjob.engine.apply` in the order of these fields."""
+    """The outcome of `decide`. `ddpjob.engine.apply` performs the fields in this order."""
 
     status: JobStatus
     actions: tuple[Action, ...] = ()

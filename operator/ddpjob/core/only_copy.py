@@ -1,8 +1,8 @@
 """Decides whether deleting pods would destroy the only copy of a job's newest state.
 
-If a job has no `storage.checkpoints`, its checkpoints and the states in memory exist only in its
-pods. Each training pod has a copy, so the state survives until the last of these pods is deleted.
-The operator cannot prevent deletions by users or by the cluster, but it must not cause the loss
+If a job has no `storage.checkpoints`, its checkpoints and in-memory states exist only in its pods.
+Each training pod has a copy, so the state survives until the last of these pods is deleted. The
+operator cannot prevent deletions by users or by the cluster, but it must not cause such a loss
 itself. Before it yields a gang's room, drops slots or moves a pod, it therefore asks this module
 which pods hold the state.
 

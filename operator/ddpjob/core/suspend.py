@@ -120,8 +120,8 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
 def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
     """Return messages to coordinators about launchers that have not noticed their pods' deletion.
 
-    A coordinator of an earlier generation may still exist, so each one is notified at its own
-    address.
+    A coordinator of an earlier generation may still exist, so each coordinator is notified at
+    its own address.
     """
     port = view.job.spec.rendezvous.endpoint_port
     coordinators = (p for p in leaving if p.role is Role.COORDINATOR and p.address and p.main.running)

@@ -50,7 +50,7 @@ ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
 
 
 class Role(StrEnum):
-    """Values of the `ddpjob.io/role` label. They state what a pod does in its job."""
+    """A pod's role in its job, which is the value of the `ddpjob.io/role` label."""
 
     NODE = "node"
     SPARE = "spare"
@@ -303,7 +303,7 @@ class ClaimView:
     template: str = ""
     """Hash of the claimTemplate that the claim was made from."""
     owners: tuple[str, ...] = ()
-    """UIDs of the objects that own the claim. The claim is deleted with them."""
+    """UIDs of the objects that own the claim. The claim is deleted together with its owners."""
     deleting: bool = False
 
 
@@ -515,7 +515,7 @@ class World:
     def deaf_since(self) -> datetime | None:
         """When most members had fallen silent although their hosts are up; None if they have not.
 
-        In that case, the coordinator itself is partitioned, not its members.
+        If they have, the coordinator itself is partitioned, not its members.
         """
         if self.report is None or not self.silent:
             return None

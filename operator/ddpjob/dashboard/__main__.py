@@ -1,6 +1,6 @@
 """Serves the dashboard in a cluster, where the Helm chart runs `python -m ddpjob.dashboard`.
 
-It has no rights of its own (see `viewers`).
+The dashboard has no rights of its own (see `viewers`).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class FleetRow:
     restarts_total: int = 0
     reason: str = ""
     message: str = ""
-    """Why the job is not training or has failed."""
+    """Why the job is not training, or why it has failed."""
     pods: int = 0
     gpus: int = 0
     """Number of GPUs that the job's pods hold."""
@@ -86,7 +86,7 @@ class FleetRow:
         return self.namespace, self.name
 
     def runtime(self, now: datetime) -> float | None:
-        """Return the seconds from the job's start to its end, or to `now` if it has not ended.
+        """Return the job's duration in seconds, up to `now` if the job has not ended.
 
         Return None if the job has not started.
         """
@@ -98,9 +98,9 @@ def key_of(body: Json) -> Key:
 
 
 def read_job(body: Json) -> DDPJob:
-    """Read a job from an object of the API or from a local record.
+    """Read a job from an API object or from a local record.
 
-    A local record may lack a uid, and its fields may have any values, so this may raise any
+    A local record may lack a uid, and its fields may have any values, so reading it may raise any
     exception.
     """
     return DDPJob.read({**body, "metadata": {"uid": "", **body["metadata"]}})
@@ -109,7 +109,7 @@ def read_job(body: Json) -> DDPJob:
 def fleet_row(body: Json) -> FleetRow:
     """Return a job's row in the list.
 
-    A job that cannot be read gets a row too, so that it does not hide the other jobs.
+    A job that cannot be read also gets a row, because an error would hide the other jobs.
     """
     namespace, name = key_of(body)
     created = known_time(body["metadata"].get("creationTimestamp"))
@@ -128,7 +128,7 @@ def fleet_row(body: Json) -> FleetRow:
         stalled = running is not None and running.reason == STEP_OVERDUE
         training = min(pods, status.ready) if state == "Running" and not stalled else 0
         each = job.spec.gpus_per_node
-    except Exception as error:  # A local record may hold anything in any field.
+    except Exception as error:  # A local record may have any value in any field.
         message = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return FleetRow(namespace=namespace, name=name, state=UNREADABLE, created=created, message=message)
     return FleetRow(
@@ -159,7 +159,7 @@ def fleet_row(body: Json) -> FleetRow:
 
 
 def _in_one_line(message: str) -> str:
-    """Return the first and the last line of a message, joined into one line.
+    """Join the first and the last line of a message.
 
     The last line of a traceback names the error.
     """
@@ -208,20 +208,21 @@ class Goodput:
     """How well the pods of all jobs were used while the dashboard followed them."""
 
     share: float | None
-    """The share of the pods' time that was spent on new steps; None if there were no pods. If a
-    repeated step was not reported as repeated, it counts as new."""
+    """The share of the pods' time that was spent on new steps; None if there were no pods. A
+    repeated step that was not reported as repeated counts as new."""
     seconds: float
     """How long the jobs were followed, in seconds."""
     unknown: int
-    """Number of restarts during this time after which the number of repeated steps is unknown."""
+    """Number of restarts, while the jobs were followed, after which the number of repeated steps is
+    unknown."""
 
 
 class Fleet:
     """Follows the jobs of one or more backends, and keeps a row for each job.
 
-    Use it as a context manager. On entry, it reads all jobs once, and raises Mistake if that fails.
-    It then follows the jobs until the exit. Each backend lists its own jobs, such as those of one
-    namespace, and is followed in a thread of its own.
+    A Fleet is a context manager. On entry, all jobs are read once, and Mistake is raised if this
+    fails. The jobs are then followed until the exit. Each backend lists only its own jobs, for
+    example those of one namespace, and is followed in a separate thread.
     """
 
     def __init__(self, *backends: Backend, clock: Callable[[], float] = time.monotonic) -> None:
@@ -235,8 +236,8 @@ class Fleet:
         self._clock = clock
         self._begun = self._since = clock()
         self._pod_seconds = self._useful_seconds = 0.0
-        """The time of all pods and the part of it that was spent on new steps, in seconds. Both are
-        sums over all jobs, up to the time `_since`."""
+        """Pod seconds of all jobs up to the time `_since`: the total, and the part spent on new
+        steps."""
         self._unknown = 0
         self._lock = threading.Lock()
         self._failures: dict[Backend, str] = {}
@@ -254,7 +255,7 @@ class Fleet:
 
     @property
     def problem(self) -> str:
-        """Why the rows may be stale or incomplete; empty while all is well."""
+        """Why the rows may be stale or incomplete; empty if there is no problem."""
         notes = [note for backend in self.backends for note in backend.notes]
         return "; ".join([*self._failures.copy().values(), *notes][:3])
 
@@ -265,9 +266,9 @@ class Fleet:
             return Goodput(share, self._since - self._begun, self._unknown)
 
     def _account(self) -> None:
-        """Add the time since the last call to `_pod_seconds` and `_useful_seconds`.
+        """Bring `_pod_seconds` and `_useful_seconds` up to date.
 
-        The caller must hold the lock, and must call this before it changes a row's pods.
+        The caller must hold the lock, and must call this before changing a row's pods.
         """
         now = self._clock()
         self._pod_seconds += (now - self._since) * sum(row.pods for row in self._rows.values())
@@ -277,9 +278,9 @@ class Fleet:
     def _account_restarts(self, before: FleetRow, row: FleetRow) -> None:
         """Correct the sums if a job's row shows repeated steps that were counted as new.
 
-        While the row shows that the job is repeating steps, the time is not counted as useful. If
-        the repetition ended before a row showed it, its time was counted as useful and is
-        subtracted here.
+        While a row shows that the job is repeating steps, the time is not counted as useful. If a
+        repetition ended before any row showed it, its time was counted as useful, and is subtracted
+        here.
         """
         again = max(0.0, row.repeated_seconds - before.repeated_seconds) * before.pods_useful
         self._useful_seconds = max(0.0, self._useful_seconds - again)
@@ -317,7 +318,7 @@ class Fleet:
                     else:
                         self._keep(body, backend)
             except Exception as error:
-                # Neither a Mistake nor a bug in this program must end this thread, because its jobs
+                # This thread must survive Mistakes and bugs in this program. Otherwise, its jobs
                 # would no longer be followed.
                 self._fail(backend, error)
             while backend in self._failures and not self._stop.wait(_RETRY_SECONDS):
@@ -329,8 +330,8 @@ class Fleet:
     def _fail(self, backend: Backend, error: Exception) -> None:
         """Record why a backend failed.
 
-        If the backend did not respond, the rows of its jobs are kept. If it refused access, they
-        are dropped.
+        If the backend refused access, the rows of its jobs are dropped. After any other failure,
+        they are kept.
         """
         self._failures[backend] = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
         if isinstance(error, Mistake) and error.denied:
@@ -342,7 +343,7 @@ class Fleet:
         return [key for key, source in self._sources.copy().items() if source is backend]
 
     def _look(self, backend: Backend) -> None:
-        """Read a backend's jobs, and drop jobs that were deleted while it was not followed."""
+        """Read a backend's jobs, and drop the known jobs that no longer exist."""
         now = {key_of(body): body for body in backend.jobs()}
         for key in self._keys(backend):
             if key not in now:

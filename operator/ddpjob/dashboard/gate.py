@@ -27,17 +27,17 @@ _T = TypeVar("_T")
 class Shared:
     """Keeps the results of reads for a moment, so that all viewers of a view can share them.
 
-    The work therefore does not grow with the number of viewers.
+    The amount of work therefore does not depend on the number of viewers.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}
 
     async def get(self, key: Hashable, seconds: float, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `make`, or a result that was made for `key` within the last
-        `seconds`.
+        """Return a recent result for `key`, or else the result of `make`.
 
-        If another call is still making a result for `key`, wait for this result.
+        A result is recent if it was made within the last `seconds`. If another call is still making
+        a result for `key`, wait for that result.
         """
         found = self._kept.get(key)
         if found is None or (found[1].done() and time.monotonic() - found[0] > seconds):
@@ -51,12 +51,11 @@ class Shared:
 
 
 class FleetView:
-    """The jobs that a credential gives access to, and everything that the dashboard knows about
-    them.
+    """The jobs that a credential gives access to, and what the dashboard knows about them.
 
     No data is shared between two views. `scoped` returns the backend for one namespace. `commands`
-    is true if commands are allowed to run in pods when a viewer requests them. `past` is true if
-    the view shows deleted jobs, of which only the records in their checkpoint folders remain.
+    is true if viewers may request that commands run in pods. `past` is true if the view shows
+    deleted jobs, of which only the records in their checkpoint folders remain.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class FleetView:
         """Run a function in a thread of this view.
 
         Each view has its own threads, so that one viewer's slow requests do not delay another's.
-        Raises AccessRefused if the view has been closed. A view may be closed during a request,
-        because its viewer signs out in another window or gets different rights.
+        Raises AccessRefused if the view has been closed. This can happen during a request, because
+        the viewer signs out in another window or gets different rights.
         """
         if self.closed.is_set():
             raise AccessRefused(401, "Open the page again", "This view was closed while its page was being rendered.")
@@ -88,7 +87,7 @@ class FleetView:
 
 
 class AccessRefused(Exception):
-    """The request is not allowed. If `form` is true, the page asks for a token."""
+    """The request is not allowed. If `form` is true, the error page asks for a token."""
 
     def __init__(self, status: int, title: str, message: str, *, form: bool = False) -> None:
         super().__init__(message)
@@ -104,7 +103,8 @@ class Gate(Protocol):
     async def admit(self, request: web.Request) -> FleetView:
         """Return the view that serves a request.
 
-        Raises AccessRefused if the request is not allowed, and HTTPSeeOther to redirect it.
+        Raises AccessRefused if the request is not allowed, and HTTPSeeOther if it has to be
+        redirected.
         """
 
     def routes(self) -> Sequence[web.RouteDef]:
@@ -158,10 +158,10 @@ class OneSession:
 
 
 def own_host(header: str, names: Collection[str]) -> bool:
-    """Whether a Host header contains an IP address, or one of `names`, the names of this server.
+    """Whether a Host header contains an IP address or one of this server's `names`.
 
-    A different name may belong to an attacker, whose DNS server resolves it to this server's
-    address (DNS rebinding).
+    Any other name may belong to an attacker whose DNS server resolves it to this server's address
+    (DNS rebinding).
     """
     name = host_name(header)
     with contextlib.suppress(ValueError):
@@ -188,7 +188,7 @@ def is_loopback(name: str) -> bool:
 
 
 def own_port(request: web.Request) -> int:
-    """Return the port that this server received the request on.
+    """Return the port on which this server received the request.
 
     The names of cookies contain this port, because all ports on a machine share cookies.
     """

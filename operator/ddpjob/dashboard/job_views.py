@@ -45,7 +45,7 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """The jobs that the list shows and their order, as given by the query in the page's address."""
+    """Which jobs the list shows, and in which order. The page's address contains this choice."""
 
     words: str = ""
     state: str = ""
@@ -67,7 +67,7 @@ class Choice:
         )
 
     def query(self, **changed: str | int) -> dict[str, str]:
-        """Return the query of the address that shows this choice with the values in `changed`.
+        """Return the query for this choice, after replacing the values in `changed`.
 
         Values that are equal to their defaults are omitted.
         """
@@ -100,13 +100,13 @@ key comes first."""
 class Listed:
     """A page of the list, with totals.
 
-    The numbers of pods, GPUs, GPU seconds and jobs (`total`) include the jobs that the list does
-    not show.
+    The numbers of pods, GPUs, GPU seconds and jobs (`total`) are totals over all jobs, including
+    jobs that the list does not show.
     """
 
     rows: list[FleetRow]
     found: int
-    """Number of jobs on all pages of the list."""
+    """Number of jobs on all pages of the list together."""
     pages: int
     page: int
     states: dict[str, int]
@@ -121,7 +121,7 @@ class Listed:
 
 
 def listed(rows: Iterable[FleetRow], choice: Choice, now: datetime) -> Listed:
-    """Return the list page that `choice` selects."""
+    """Return the page of the list that `choice` selects."""
     every = list(rows)
     words = choice.words.lower().split()
     fitting = [row for row in every if all(word in _text(row) for word in words)] if words else every
@@ -181,7 +181,7 @@ class Timeline:
     def useful(self) -> float | None:
         """The share of time spent on new steps, as far as is known.
 
-        Return None if the status no longer lists all restarts.
+        The share is None if the status no longer lists all restarts.
         """
         if any(span.kind == "unknown" for span in self.spans):
             return None
@@ -195,7 +195,7 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
     if begin is None or end <= begin:
         return None
     # Restarts are recorded in the order in which they were seen. They may have happened in a
-    # different order, because kubelets report with different delays that pods have ended.
+    # different order, because some kubelets report the end of a pod later than others.
     restarts = sorted(
         (restart for restart in status.restarts.recent if begin <= restart.time <= end and not restart.consequence),
         key=lambda restart: restart.time,
@@ -225,8 +225,8 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         lost += over - broke
         again = min(following, over + _repeated_seconds(restart))
         add(over, again, "repeat", f"{count(restart.repeated_steps or 0, 'step')} repeated: {duration(again - over)}")
-        # If the job only lost a spare, or a coordinator in Fast mode, no round begins, and the
-        # round number stays the same.
+        # After the loss of a spare, or of a coordinator in Fast mode, no round begins, so the round
+        # number stays the same.
         at, number = again, restart.round or number
     running = status.condition(ConditionType.RUNNING)
     if not restarts and running is not None and running.status:
@@ -241,9 +241,9 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
 
 
 def _repeated_seconds(restart: Restart) -> float:
-    """Return for how many seconds the job repeated steps after a restart.
+    """Return how long the job repeated steps after a restart, in seconds.
 
-    The result is infinite as long as the job is still repeating steps.
+    The result is infinite while the job is still repeating steps.
     """
     unfinished = restart.repeated_steps and restart.seconds is not None
     return restart.repeated_seconds if restart.repeated_seconds is not None else math.inf if unfinished else 0.0
@@ -300,7 +300,7 @@ _TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "
 
 
 def trained_curves(series: MetricSeries, by: str = "step") -> Json:
-    """Return curves of the built-in trainer's measurements for the page's script.
+    """Return the curves of the built-in trainer's measurements, as the page's script draws them.
 
     `by` is the horizontal axis, one of AXES. At each restart, a curve has a null value, so that no
     line crosses the restart.
@@ -316,7 +316,7 @@ def trained_curves(series: MetricSeries, by: str = "step") -> Json:
 
 
 def reported_curves(samples: CurveSamples, unit: str, by: str = "step") -> Json:
-    """Return curves of the values reported since the dashboard started following the job."""
+    """Return curves of the values that were reported while the dashboard followed the job."""
     curves, where = [], {"step": samples.steps, "time": samples.times, "epoch": samples.epochs}[by]
     for title, values in (("loss", samples.losses), (unit, samples.speeds)):
         pairs = [(x, y) for x, y in zip(where, values, strict=True) if not (math.isnan(x) or math.isnan(y))]
@@ -362,7 +362,7 @@ _IN_BACKTICKS = re.compile(r"`([^`\n]{1,200})`")
 
 
 def with_code(text: str) -> Markup:
-    """Return a text as HTML, in which words in backticks are shown as code.
+    """Convert a text to HTML, with the words in backticks shown as code.
 
     The text is escaped first, so it cannot contain any HTML of its own.
     """
@@ -370,7 +370,7 @@ def with_code(text: str) -> Markup:
 
 
 def metrics_of(status: JobStatus) -> list[tuple[str, str]]:
-    """Return the names and texts of the metrics that the job reported last, sorted by name.
+    """Return the names and texts of the job's latest metrics, sorted by name.
 
     The times of checkpoints and of their copies are left out.
     """

@@ -40,11 +40,12 @@ MOST_VIEWS = 64
 each of its namespaces."""
 MOST_SESSIONS = 1000
 MOST_OF_A_USER = 4
-"""Maximum number of views, and of sessions, for one user. It prevents a user with many tokens from
-displacing other users."""
+"""Maximum number of views, and of sessions, for one user. This limit prevents a user with many
+tokens from displacing other users."""
 MOST_OF_A_NAMESPACE = 16
-"""Maximum number of views, and of sessions, for all service accounts in a namespace together. It
-prevents a namespace's admins from displacing other users by creating many accounts."""
+"""Maximum number of views, and of sessions, that all service accounts in a namespace can have
+together. This limit prevents a namespace's admins from displacing other users by creating many
+accounts."""
 MOST_NAMESPACES = 16
 _MOST_WAITING = 64
 """Maximum number of requests whose tokens are checked at the same time."""
@@ -73,7 +74,7 @@ class _Session:
 class _Opened:
     """An open view for a token.
 
-    `scope` contains the namespaces that the view follows. If it is empty, the view follows all
+    `scope` contains the namespaces that the view follows, and is empty if the view follows all
     namespaces. `judged` is the time when the token was last checked.
     """
 
@@ -95,8 +96,8 @@ class Viewers:
 
     `url` is the address of the API server, and `ca` is a file with its certificate authorities.
     `names` are the host names of proxies that terminate TLS and forward requests to this server.
-    `namespaces` are the namespaces for viewers who are not permitted to read all namespaces and
-    have not chosen any.
+    `namespaces` are the default for viewers who have not chosen any namespaces and are not
+    permitted to read all.
     """
 
     def __init__(self, url: str, ca: str, names: Sequence[str] = (), namespaces: Sequence[str] = ()) -> None:
@@ -139,8 +140,8 @@ class Viewers:
     def _private(self, request: web.Request) -> None:
         """Raise AccessRefused unless the request was sent over TLS or through a port-forward.
 
-        Otherwise, others could read the request's token in transit. TLS may end at this server or
-        at a proxy in front of it.
+        Without encryption, others could read the request's token in transit. TLS may end at this
+        server or at a proxy in front of it.
         """
         name = host_name(request.headers.get("Host", ""))
         proxied = name in self._behind and request.headers.get("X-Forwarded-Proto", "").lower() == "https"
@@ -156,8 +157,8 @@ class Viewers:
     def _token(self, request: web.Request) -> tuple[str | None, str]:
         """Return a request's bearer token, or None, and the id of its session.
 
-        A token in the Authorization header takes precedence over the token of the session, because
-        a proxy may have added this header. In that case, the id of the session is empty.
+        A proxy may have added an Authorization header. The token in this header takes precedence
+        over the token of the session. In that case, the id of the session is empty.
         """
         if header := request.headers.get("Authorization"):
             kind, _, token = header.partition(" ")
@@ -222,7 +223,7 @@ class Viewers:
     def _end(self, session: str) -> None:
         """Forget a session, and close the views that were opened with its token.
 
-        If another session has the same token, the views stay open.
+        The views stay open if another session has the same token.
         """
         found = self._sessions.pop(session, None)
         if found is not None and all(other.token != found.token for other in self._sessions.values()):
@@ -232,9 +233,9 @@ class Viewers:
     # --- views
 
     async def _view(self, token: str, chosen: tuple[str, ...]) -> FleetView:
-        """Return the view for a token and the namespaces that its viewer has chosen.
+        """Return the view for a token and a choice of namespaces.
 
-        If the token was last checked more than TRUST_SECONDS ago, check it again first.
+        If the token was last checked more than TRUST_SECONDS ago, it is checked again first.
 
         Raises AccessRefused, NotKnown and other Mistakes.
         """
@@ -273,10 +274,10 @@ class Viewers:
         return opened
 
     async def _again(self, key: tuple[bytes, tuple[str, ...]], opened: _Opened) -> None:
-        """Check the token of an open view again.
+        """Recheck the token of an open view.
 
-        If the permitted namespaces have changed, or the API server refuses the token, the view is
-        closed, and its cached data is discarded. Raises AccessRefused and Mistakes.
+        If the permitted namespaces have changed, or if the API server refuses the token, the view
+        is closed and its cached data is discarded. Raises AccessRefused and Mistakes.
         """
         try:
             scope = await self._run(lambda: self._scope(opened.api, opened.view.user, key[1]))
@@ -289,16 +290,16 @@ class Viewers:
             self._forget(key)
 
     async def _judge(self, token: str, what: Callable[[BearerServer], _T]) -> _T:
-        """Run `what` in a thread, with a connection to the API server that uses the token."""
+        """Run `what` in a thread, with an API server connection that uses the token."""
         return await self._run(lambda: what(BearerServer(self._url, self._ca, token)))
 
     async def _run(self, what: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
 
     async def _in_turn(self, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Run a token check, unless too many such checks are already running.
+        """Run a token check, unless too many token checks are already running.
 
-        The limit protects the API server. If it has been reached, the request is refused with
+        To protect the API server, a request beyond the limit is refused with
         HTTPServiceUnavailable.
         """
         if self._waiting >= _MOST_WAITING:
@@ -323,8 +324,8 @@ class Viewers:
     def _scope(self, api: BearerServer, user: str, chosen: tuple[str, ...]) -> tuple[str, ...]:
         """Return the namespaces that a view has to follow. An empty result means all namespaces.
 
-        Raises AccessRefused if the token is not permitted to read any of the namespaces that are
-        tried, and Mistake if this cannot be checked.
+        Raises AccessRefused if the token is not permitted to read any candidate namespace, and
+        Mistake if this cannot be checked.
         """
         if not chosen and _may_list(api, ""):
             return ()
@@ -346,11 +347,11 @@ class Viewers:
         if found is not None:
             found.close()
         if key in self._locks and not self._locks[key].locked():
-            # A lock that is held will be removed by its holder.
+            # If the lock is held, its holder removes it.
             del self._locks[key]
 
     def _make_room(self, user: str) -> None:
-        """Close views if `user` could not get one more view within the limits.
+        """Close views, if necessary, so that `user` can get one more within the limits.
 
         There are limits for each user, for all service accounts in a namespace together, and for
         the total number of views. The least recently used views are closed first. At the total
@@ -390,8 +391,8 @@ class Viewers:
                         with contextlib.suppress(Mistake, AccessRefused, web.HTTPException):
                             await self._again(key, opened)
                     except Exception:
-                        # This is a bug in this program. A token that cannot be checked must not be
-                        # used any longer.
+                        # This is a bug in this program. A token that cannot be checked must not
+                        # stay in use.
                         _log.exception("the token of %s cannot be checked", opened.view.user)
                         self._forget(key)
 
@@ -403,8 +404,8 @@ def _ask_to_sign_in(message: str, status: int = 401) -> AccessRefused:
 def _user(api: BearerServer) -> str:
     """Return the name of the user to whom the token belongs.
 
-    The name is empty if the user is not permitted to query it. Raises NotKnown if the API server
-    does not accept the token.
+    The name is empty if the user is not permitted to query their own name. Raises NotKnown if the
+    API server does not accept the token.
     """
     review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
     try:
@@ -419,9 +420,9 @@ def _user(api: BearerServer) -> str:
 def _may_list(api: BearerServer, namespace: str) -> bool:
     """Whether the token is permitted to list the DDPJobs in a namespace.
 
-    If `namespace` is empty, the question is about all namespaces.
+    An empty `namespace` stands for all namespaces.
 
-    Raises Mistake if this cannot be determined.
+    Raises Mistake if the API server does not give a clear response.
     """
     scope = f"/namespaces/{namespace}" if namespace else ""
     try:
@@ -436,8 +437,9 @@ def _may_list(api: BearerServer, namespace: str) -> bool:
 
 
 def _owner(user: str) -> str:
-    """Return the account that a user's views and sessions count toward. All service accounts in a
-    namespace count as one account. Any other user is an account by itself.
+    """Return the account that a user's views and sessions count toward.
+
+    All service accounts in a namespace count as one account. Any other user is a separate account.
     """
     account = _SERVICE_ACCOUNT.fullmatch(user)
     return f"system:serviceaccounts:{account[1]}" if account else user
@@ -459,7 +461,7 @@ def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
 
 
 def _namespaces(text: str) -> tuple[str, ...]:
-    """Return the namespaces that are named in a form field or a cookie.
+    """Return the namespaces named in a form field or a cookie.
 
     Raises AccessRefused if a name is invalid, or if there are too many names.
     """
@@ -474,7 +476,7 @@ def _namespaces(text: str) -> tuple[str, ...]:
 
 
 def _own_form(request: web.Request) -> None:
-    """Raise AccessRefused if a form comes from another site, according to the browser's headers."""
+    """Raise AccessRefused if the browser's headers show that a form comes from another site."""
     origin = request.headers.get("Origin", "")
     site = request.headers.get("Sec-Fetch-Site")
     if urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower() or site not in (None, "same-origin"):

@@ -69,23 +69,23 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 STREAMS = 64
-"""Maximum number of simultaneous streams in a view. Each open page has one."""
+"""Maximum number of simultaneous streams in a view. Each open page has at least one."""
 LOG_STREAMS = 16
 _LOG_PODS = 16
 """Maximum number of pods whose logs can be shown together, as the log of the whole job."""
 _LOG_LINES = 500
-"""Number of each pod's most recent log lines that are shown when a log is opened."""
+"""When a log is opened, this many lines from the end of each pod's log are shown."""
 _LINE = 4000
 """Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500
 _FRESH_SECONDS = 1.0
-"""How long data that was read about a job is reused for other requests, in seconds."""
+"""Number of seconds for which other requests reuse data that was read about a job."""
 _CURVES_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
 """Maximum size of a form in bytes."""
 _SILENCE_SECONDS = 15.0
-"""If a stream has had nothing to send for this many seconds, it sends a comment. Sending shows
+"""A stream that has had nothing to send for this many seconds sends a comment. Sending shows
 whether the viewer is still connected."""
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"
@@ -111,8 +111,9 @@ class Read:
 
 
 class Dashboard:
-    """The dashboard's pages. Each request gets a view from the gate; the view determines which jobs
-    are visible.
+    """The dashboard's pages.
+
+    Each request gets a view from the gate. The view determines which jobs are visible.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -195,11 +196,10 @@ class Dashboard:
         return response
 
     async def _admit(self, request: web.Request) -> None:
-        """Let the gate decide whether to serve the request, and store the gate's view in the
-        request.
+        """Get a view for the request from the gate, and store the view in the request.
 
         Raises AccessRefused if the request was sent to a different host name, if another site may
-        have caused it, or if it has no valid token.
+        have caused the request, or if the request has no valid token.
         """
         if not own_host(request.headers.get("Host", ""), self.gate.names):
             raise AccessRefused(421, "Not this server", "The address must be an IP address or this machine's name.")
@@ -286,8 +286,7 @@ class Dashboard:
         )  # fmt: skip
 
     async def _gone(self, view: FleetView, key: Key, known: list[str]) -> tuple[list[str], str]:
-        """Return the names of deleted pods whose logs are kept. If there are none, return a note
-        too.
+        """Return the names of deleted pods whose logs are kept, and a note if there are none.
 
         `known` are the pods that still exist. The note says that no logs are kept, or why they
         cannot be read.
@@ -336,7 +335,7 @@ class Dashboard:
         return await view.shared.get(read, _FRESH_SECONDS, lambda: view.run(backend.job, key[1]))
 
     def _head(self, key: Key, read: Read) -> Json:
-        """Return values that all pages of a job need."""
+        """Return the template values that all pages of a job need."""
         return {"key": key, "path": f"/jobs/{key[0]}/{key[1]}", "job": _job(read.body), "state": phase(read.body)}
 
     async def _read(self, view: FleetView, key: Key) -> Read:
@@ -396,10 +395,10 @@ class Dashboard:
         return stream.response
 
     async def log(self, request: web.Request) -> web.StreamResponse:
-        """Send a log's lines as JSON events, followed by the event `end`.
+        """Send a log's lines as JSON events, followed by an `end` event.
 
-        If the query names a pod, the lines are from its log. Otherwise, they are from the logs of
-        all the job's training pods.
+        If the query names a pod, the lines are from this pod's log. Otherwise, they are from the
+        logs of all of the job's training pods.
         """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:
@@ -465,8 +464,9 @@ async def _stream(request: web.Request, view: FleetView) -> AsyncIterator[_Event
 
 
 def _backend(view: FleetView, key: Key) -> Backend:
-    """Return the backend that reads a job. Raises NoSuchJob if the dashboard does not follow the
-    job.
+    """Return the backend that reads a job.
+
+    Raises NoSuchJob if the dashboard does not follow the job.
     """
     if view.fleet.row(key) is None:
         raise NoSuchJob(f"no job {key[1]} in namespace {key[0]}; this dashboard shows {view.where}")
@@ -509,7 +509,7 @@ def _curves_now(view: FleetView, key: Key, in_pods: bool, by: str = "step") -> J
 
 
 class _EventStream:
-    """Server-sent events to one viewer."""
+    """A stream of server-sent events to one viewer."""
 
     def __init__(self, response: web.StreamResponse) -> None:
         self.response = response
@@ -533,7 +533,7 @@ class _EventStream:
 def _reads_gone(request: web.Request, view: FleetView) -> bool:
     """Whether to read the kept logs of deleted pods.
 
-    On a cluster, this runs a command in a pod, so it is done only if the viewer requests it.
+    On a cluster, reading them runs a command in a pod, so the viewer has to request it.
     """
     return view.past or (view.commands and request.query.get("gone") == "1")
 
@@ -541,10 +541,10 @@ def _reads_gone(request: web.Request, view: FleetView) -> bool:
 def _copy_log(
     backend: Backend, body: Json, pod: str, gone: bool, options: LogOptions, lines: queue.Queue[str | None]
 ) -> None:
-    """Read a log, and put its lines into the queue, followed by None.
+    """Read a log and put its lines into the queue, followed by None.
 
-    This runs in a thread of its own, until the log ends or `options.stop` is set. If `gone` is
-    true, the pod was deleted, and its kept log is read.
+    This function runs in a thread of its own until the log ends or `options.stop` is set. If `gone`
+    is true, the pod was deleted, and the pod's kept log is read.
     """
 
     def put(line: str | None) -> None:
@@ -615,7 +615,7 @@ def _job(body: Json) -> DDPJob:
 def _nodes(body: Json, job: DDPJob) -> str:
     """Return the text about a job's nodes that the list of jobs shows.
 
-    A record of a deleted job contains this text, but no slots that it could be computed from.
+    The record of a deleted job contains this text, but not the slots from which it is computed.
     """
     stored = (body.get("status") or {}).get("nodes") or {}
     return str(stored.get("display") or job.status.nodes_display(job.spec))

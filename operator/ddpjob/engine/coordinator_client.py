@@ -36,8 +36,8 @@ CONNECT_SECONDS = 1.5
 """Timeout for opening a connection, in seconds. Linux retransmits a lost SYN after 1 s, so the
 timeout is longer than 1 s."""
 SMALL = 64 * 1024
-"""Responses of up to this many bytes are always read immediately. For larger ones, see
-LARGE_ANSWERS."""
+"""Responses of up to this many bytes are always read immediately. LARGE_ANSWERS limits how many
+larger responses are read at once."""
 LARGE_ANSWERS = 64
 """Maximum number of responses with more than SMALL bytes that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
@@ -102,7 +102,7 @@ class CoordinatorClient:
         return self._last
 
     async def report(self, target: Target) -> Report | None:
-        """Return the coordinator's report; None if there is no readable response."""
+        """Return the coordinator's report, or None if there is no readable response."""
         try:
             return await self.link(target).report()
         except UNREACHABLE:
@@ -168,7 +168,7 @@ class CoordinatorLink:
         return read_report(body, self._client.clock(), self.target.pods)
 
     async def request(self, method: str, path: str, body: bytes = b"", wait: float = 0.0) -> bytes:
-        """Return the response to a request, after the coordinator has proved its identity.
+        """Return the response to a request once the coordinator has proved its identity.
 
         Raises the same errors as `report`.
         """

@@ -79,7 +79,7 @@ class Cluster(Protocol):
     platform: Platform
 
     async def observe(self, key: JobKey) -> Observation | None:
-        """Return the job and everything that belongs to it; None if the job does not exist."""
+        """Return the job and everything that belongs to it, or None if the job does not exist."""
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
         """Replace the job's status and return the job as written.

@@ -43,7 +43,7 @@ async def reconcile(
     """Bring one job a step closer to its spec.
 
     Return the seconds until the next reconcile, or None to wait for a change. `outcome` is called
-    with one word for the metrics: done, conflict or unavailable. An exception that a bug causes is
+    with one word for the metrics: done, conflict or unavailable. An exception caused by a bug is
     recorded as an event on the job and raised again.
     """
     try:

@@ -26,8 +26,9 @@ from ddpjob.objects.pods import SECRET_KEYS
 NVIDIA = "nvidia.com/gpu"
 _SMI_SECONDS = 30.0
 MOST_RANKS = max(64, 8 * (os.cpu_count() or 1))
-"""Maximum number of ranks that this machine runs. Without a limit, a typing error could start
-processes until the machine's memory is full."""
+"""Maximum number of ranks on this machine. Without a limit, a typo could start processes until
+memory is full.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,22 @@ class Options:
 
 @dataclass(frozen=True)
 class LocalSpec:
-    """A spec as it runs on this machine."""
+    """A job's spec, adapted to this machine."""
 
     spec: JobSpec
     gpus: tuple[str, ...]
-    """The GPUs for the job's pods, named as in CUDA_VISIBLE_DEVICES. The list is empty if the job
-    requests no NVIDIA GPUs, or more NVIDIA GPUs than this machine has."""
+    """The GPUs for the job's pods, named as in CUDA_VISIBLE_DEVICES. Empty if the job requests no
+    NVIDIA GPUs, or more than this machine has.
+    """
     data: Path | None
     code: Path | None
-    """The folder that the code from spec.code is fetched into."""
+    """The folder into which the code from spec.code is fetched."""
     working_dir: Path
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
-    """The reasons why the job cannot run here. Each reason is one sentence, with the field and the
-    remedy. If there is any reason, the job is not started."""
+    """Reasons why the job cannot run here. Each is one sentence that names the field and the
+    remedy. The job is started only if there are none.
+    """
 
     def visible_gpus(self, index: int) -> str | None:
         """Return the value of CUDA_VISIBLE_DEVICES for the pod in slot `index`.
@@ -63,8 +66,7 @@ class LocalSpec:
         if not self.gpus:
             return "" if self.spec.gpu_resource == NVIDIA else None
         each = self.spec.gpus_per_node
-        # A replacement pod has the same index as the pod that it replaces, and therefore gets the
-        # same GPUs.
+        # A replacement pod has the index of the pod that it replaces, so it gets the same GPUs.
         return ",".join(self.gpus[index * each : (index + 1) * each])
 
 
@@ -108,13 +110,13 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 
 
 def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bool) -> JobSpec:
-    """Return the spec in the form that this machine can run.
+    """Return the spec in a form that this machine can run.
 
     The class, the gang, the rank order, the receiver and the network interface are removed, because
-    they need a cluster. The time to live is also removed, because the job's folder with its logs
-    should be kept. If `given` is set, `given` is used as the folder with the training data. If the
-    job trains on the CPU, the backend nccl is not used. A script below CODE_FOLDER is taken from
-    `code`, the folder with the fetched code.
+    they need a cluster. The time to live is also removed, so that the job's folder and its logs are
+    kept. `given`, if it is set, becomes the folder with the training data. If the job trains on the
+    CPU, the nccl backend is not used. A script below CODE_FOLDER is taken from `code`, the folder
+    with the fetched code.
     """
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
@@ -145,10 +147,10 @@ def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bo
 
 
 def usable_gpus() -> tuple[str, ...]:
-    """Return this machine's NVIDIA GPUs. If CUDA_VISIBLE_DEVICES is set, return only its GPUs.
+    """Return this machine's NVIDIA GPUs.
 
-    As in CUDA, the variable's first entry that is not a GPU and all entries after it are ignored.
-    Therefore, `-1`, `NoDevFiles` and the like hide all GPUs.
+    If CUDA_VISIBLE_DEVICES is set, return only the GPUs that it lists. As in CUDA, the list ends at
+    the first entry that is not a GPU, so `-1`, `NoDevFiles` and similar values hide all GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
@@ -163,7 +165,7 @@ def usable_gpus() -> tuple[str, ...]:
 def _listed_gpus() -> tuple[str, ...]:
     """Return the numbers of all NVIDIA GPUs in this machine.
 
-    If nvidia-smi cannot run, fails, or hangs because of a broken driver, the result is empty.
+    The result is empty if nvidia-smi cannot run, fails, or hangs because of a broken driver.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -260,7 +262,7 @@ def _code_note(spec: JobSpec, options: Options) -> Iterator[str]:
 def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options, *, fetched: bool) -> Iterator[str]:
     """Yield a message for each missing folder or script.
 
-    If the code is fetched later, the launcher checks the script, and this function does not.
+    If the code has not been fetched yet, the launcher checks the script later.
     """
     if options.data is not None and not options.data.is_dir():
         yield f"--data {options.data}: no such folder"
@@ -280,11 +282,10 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
 
 
 def _without_torch(spec: JobSpec) -> Iterator[str]:
-    """Yield a message if the Python that runs this command does not have torch.
+    """Yield a message if torch is missing from the Python that runs this command.
 
-    For instance, pipx installs the command in an environment of its own, which lacks the packages
-    of the user's Python. If the job sets PYTHONPATH, torch can be in one of the folders in
-    PYTHONPATH, so nothing is yielded.
+    For example, pipx installs the command in a separate environment that lacks the user's packages.
+    If the job sets PYTHONPATH, nothing is yielded, because torch may be in one of its folders.
     """
     names = {entry["name"] for entry in (*spec.env, *(_trainer(spec)[0].get("env") or ()))}
     if spec.command or "PYTHONPATH" in names or importlib.util.find_spec("torch") is not None:
@@ -299,8 +300,8 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     """Yield a message if spec.module was not found.
 
-    The message is only a warning, because the job's own environment variables can add folders in
-    which Python finds the module.
+    The message is only a warning, because the job's environment variables may add to the folders
+    that Python searches.
     """
     top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""
     if not top or not working_dir.is_dir() or (working_dir / top).is_dir() or (working_dir / f"{top}.py").exists():
@@ -337,7 +338,7 @@ _OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceF
 
 
 def _unreadable(spec: JobSpec) -> Iterator[str]:
-    """Yield a message for each of the container's variables whose value cannot be read here."""
+    """Yield a message for each container variable whose value cannot be read here."""
     trainer, where = _trainer(spec)
     lists = [("spec", spec.env), (where, trainer.get("env") or ())]
     for path, entries in lists:
@@ -357,7 +358,8 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
 def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
     """Yield a message for each bucket whose credentials are missing here.
 
-    The bucket's Secret is in a cluster, and this shell lacks the variables that could replace it.
+    In a cluster, a Secret provides the credentials. Here, variables of this shell must provide
+    them.
     """
     data = spec.storage.data if options.data is None else None
     missing = [name for name in SECRET_KEYS if name != "AWS_SESSION_TOKEN" and not os.environ.get(name)]

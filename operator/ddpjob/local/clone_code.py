@@ -20,7 +20,7 @@ class CloneError(Exception):
 def clone(git: GitCode, folder: Path) -> None:
     """Clone the commit into the folder, unless the folder already contains it.
 
-    Raises CloneError, OSError.
+    Raises CloneError or OSError.
     """
     if shutil.which("git") is None:
         raise CloneError("spec.code.git: git is not installed here; install it, or specify a folder with --workdir DIR")

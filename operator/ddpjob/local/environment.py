@@ -37,7 +37,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def field_value(pod: Json, path: str) -> str | None:
-    """Return the value of the pod field that a variable refers to (downward API).
+    """Return the value of a pod field, for a variable that refers to it (downward API).
 
     Return None if pods on this machine do not have this field.
     """
@@ -62,10 +62,10 @@ def field_value(pod: Json, path: str) -> str | None:
 def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
     """Return the variables of a container's `env`.
 
-    If a variable refers to a Secret or ConfigMap, it gets the value of the variable with the same
-    name in this shell. If the shell does not have a variable with this name, the container's
-    variable is left out. The names of credentials for the data and code buckets have a prefix in
-    the container, but not in the shell.
+    A variable that refers to a Secret or ConfigMap gets the value of this shell's variable with the
+    same name. If the shell has no such variable, the container does not get one either. The names
+    of credentials for the data and code buckets have a prefix in the container, but not in the
+    shell.
     """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):
@@ -83,8 +83,8 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
 def inherited(cores_per_rank: int) -> dict[str, str]:
     """Return this shell's environment, adapted to one machine.
 
-    Variables that belong to another job or to torchrun are removed. Some variables are added, which
-    keep the traffic between ranks on loopback and limit the threads of each rank. The folder that
+    Variables that belong to another job or to torchrun are removed. Variables are added that keep
+    the traffic between ranks on loopback and limit the threads of each rank. The folder that
     contains this interpreter is added to PATH, so that its torchrun and python are found.
     """
     environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
@@ -96,13 +96,13 @@ def inherited(cores_per_rank: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",  # torch.distributed.rpc
-        # All ranks share one machine's cores; by default every rank would use all cores.
+        # All ranks share this machine's cores, but each would use all of them by default.
         "OMP_NUM_THREADS": str(cores_per_rank),
     }
     return defaults | environment
 
 
 def argument_vector(container: Json, variables: Mapping[str, str]) -> list[str]:
-    """Return command and args with each `$(NAME)` replaced."""
+    """Return the container's command and arguments, with each `$(NAME)` replaced."""
     words: Sequence[str] = [*container["command"], *container.get("args", ())]
     return [expand(word, variables) for word in words]

@@ -17,9 +17,9 @@ from ddpjob.local.environment import ADDRESS
 from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
-"""The range that ports are chosen from. The range is below the kernel's ephemeral ports. An
-outgoing connection could take an ephemeral port after the port is chosen and before the coordinator
-listens on it."""
+"""The range from which ports are chosen. It lies below the kernel's ephemeral ports, because an
+outgoing connection could take an ephemeral port before the coordinator listens on it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,10 @@ class LocalPlatform(Platform):
         return ADDRESS
 
     def store_host(self, job: DDPJob, status: JobStatus) -> str:
-        """Return the loopback address.
+        """Return the loopback address. For a `command`, return an address of this machine that
+        torchrun does not recognize as local.
 
-        For a `command`, return an address of this machine that torchrun does not recognize as the
-        machine's own. With an address that torchrun recognizes, torchrun would host the store
-        itself.
+        If torchrun recognized the address as local, it would host the store itself.
         """
         return ADDRESS if job.spec.under_torchrun else "0.0.0.0"
 
@@ -47,8 +46,8 @@ class LocalPlatform(Platform):
         """Return the folder in a bucket that belongs to this job on this machine.
 
         A trial run must neither continue nor supersede a job with the same name in a cluster or in
-        another folder of runs. The folder's name therefore contains the machine's name and a digest
-        of the folder of runs, and no namespace's folder has a name of this form.
+        another runs folder. The folder's name therefore contains the machine's name and a digest of
+        the runs folder. No namespace's folder has a name of this form.
         """
         machine = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
         runs = hashlib.sha256(os.fsencode(str(self.checkpoint_path))).hexdigest()[:8]
@@ -56,7 +55,7 @@ class LocalPlatform(Platform):
 
     @property
     def cluster(self) -> str:
-        """The machine's name, which identifies this machine in place of a cluster.
+        """The name of this machine, in place of a cluster's identity.
 
         The default, `key_mark`, would not identify the machine, because each run has a new operator
         key.
@@ -74,17 +73,16 @@ class NoFreePorts(Exception):
 def free_ports() -> tuple[int, socket.socket]:
     """Return a port P such that P, P+1 and P+2 are free, and a socket that reserves these ports.
 
-    The reservation ends when the socket is closed. The reservation is needed because a coordinator
-    starts to listen only later, and does not listen while it is being replaced. Without the
-    reservation, two runs that start at the same time could choose the same ports. Raises
-    NoFreePorts.
+    The reservation ends when the socket is closed. A coordinator starts to listen only later, and
+    does not listen while it is being replaced. Without the reservation, two runs that start at the
+    same time could therefore choose the same ports. Raises NoFreePorts.
     """
     for _ in range(100):
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 4)
         mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # Reserve the ports by binding an abstract socket. An abstract socket does not create a
-            # file and, like the ports, belongs to the network namespace.
+            # Reserve the ports by binding an abstract socket, which creates no file and, like the
+            # ports, belongs to the network namespace.
             mark.bind(f"\0ddpjob-ports-{port}")
         except OSError:
             mark.close()

@@ -21,10 +21,10 @@ _CURVES = Path("run", "metrics.jsonl")
 
 
 def memory_folder(uid: str) -> Path:
-    """Return the folder where a run keeps its newest training states.
+    """Return the folder in which a run keeps its latest training states.
 
-    If the machine has an in-memory file system, the folder is in this file system. The watchdog
-    deletes the folder when the run ends.
+    If the machine has an in-memory file system, the folder is there. The watchdog deletes the
+    folder when the run ends.
     """
     shared = Path("/dev/shm")
     return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"ddpjob-{uid}"
@@ -37,7 +37,7 @@ def runs_folder() -> Path:
 
 
 class _Below:
-    """Descriptor that returns the path of the file or folder `name` in a folder."""
+    """Descriptor that returns the path of `name`, a file or folder in the instance's folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,11 +63,13 @@ class RunFolder(_Folder):
     events = _Below("events.jsonl")
     manifest = _Below("job.json")
     torchrun_python = _Below("torchrun-python")
-    """The program that torchrun uses in place of Python to start workers, if the job's `command`
-    starts torchrun."""
+    """The program that torchrun runs instead of Python to start workers, if the job's `command`
+    starts torchrun.
+    """
     earlier = _Below("earlier-checkpoints")
-    """Checkpoints of earlier runs. If this run started from scratch (--fresh), the checkpoints were
-    moved to this folder."""
+    """Checkpoints of earlier runs, which were moved here if this run started from scratch
+    (--fresh).
+    """
     disposable = _Below(_DISPOSABLE)
     """A file that exists if the earlier checkpoints were disposable (see `JobFolder`)."""
 
@@ -87,7 +89,7 @@ class RunFolder(_Folder):
 
 @dataclass(frozen=True)
 class JobFolder(_Folder):
-    """A job's folder, which all its runs share.
+    """The folder of a job, which all its runs share.
 
     It contains the job's record, lock, requests, code, checkpoints and data.
     """
@@ -104,10 +106,9 @@ class JobFolder(_Folder):
     """
     data = _Below("data")
     code = _Below("code")
-    """Code that was submitted as text, such as the source of a function, and not as a file."""
+    """Code that was submitted as text rather than as a file, such as the source of a function."""
     fetched_code = _Below("fetched-code")
-    """The fetched code that spec.code refers to. In this folder, each archive has a folder of its
-    own."""
+    """The code that was fetched for spec.code. Each archive has its own subfolder."""
 
     def has_checkpoints(self) -> bool:
         """Return whether `checkpoints` has files other than the record of rounds.
@@ -119,8 +120,8 @@ class JobFolder(_Folder):
     def is_resumable(self) -> bool:
         """Return whether `checkpoints` has files that a run can resume from.
 
-        The record of rounds does not count, nor do the curves that `ddpjob_report.report` writes
-        and the stacks that the launcher writes after a hang. Raises OSError.
+        The record of rounds does not count. Neither do the curves from `ddpjob_report.report`, nor
+        the stacks that the launcher writes after a hang. Raises OSError.
         """
         more = holds_checkpoints(self.checkpoints / _CURVES.parent, but=(_CURVES.name,))
         return holds_checkpoints(self.checkpoints, but=(STACKS,) if more else (STACKS, _CURVES.parent.name))
@@ -130,7 +131,7 @@ class JobFolder(_Folder):
 
 
 def holds_checkpoints(folder: Path, but: Collection[str] = ()) -> bool:
-    """Return whether a folder has files other than the record of rounds and the names in `but`.
+    """Return whether a folder has files other than the record of rounds and those named in `but`.
 
     Raises OSError.
     """

@@ -52,11 +52,12 @@ class Started:
 class Pod:
     """A pod that starts its containers when it is constructed.
 
-    Raises OSError if the containers' logs cannot be written. `inherited` is the environment to
-    which the manifest's variables are added. With a `delay`, a shell starts the containers'
-    commands after this number of seconds. If the shell cannot execute a command, the command's
-    container ends with the shell's exit code. `devices` maps the name of a resource to the number
-    of this machine's devices that the pod uses.
+    `inherited` is the environment to which the manifest's variables are added. `delay` is the
+    number of seconds after which a shell starts the containers' commands. If the shell cannot
+    execute a command, the command's container ends with the shell's exit code. `devices` maps the
+    name of a resource to the number of this machine's devices that the pod uses.
+
+    Raises OSError if the containers' logs cannot be written.
     """
 
     def __init__(
@@ -127,10 +128,9 @@ class Pod:
     # --- observation
 
     def poll(self, now: datetime) -> bool:
-        """Check whether the main processes of the containers have ended.
+        """Return whether the main process of any container has ended since the last call.
 
-        If a main process has ended, the other processes of its container are killed. Return whether
-        any main process has ended since the last call.
+        If a main process has ended, kill the other processes of its container.
         """
         changed = False
         for started in self._started:
@@ -197,7 +197,7 @@ class Pod:
         """Send SIGKILL to all processes of each container.
 
         These are the container's process group, all processes that have the container's marks in
-        their environment, and descendants of the main process that do not have the marks.
+        their environment, and those descendants of the main process that lack the marks.
         """
         for started in self._started:
             if started.process is None or self.views[started.name].ended:
@@ -209,9 +209,10 @@ class Pod:
 
 
 def _termination_message(started: Started, *, failed: bool) -> str:
-    """Return the content of the termination file, or the end of the log.
+    """Return the content of the termination file.
 
-    The log is used if a failed container did not write the file (FallbackToLogsOnError).
+    If a failed container has not written this file, return the end of its log
+    (FallbackToLogsOnError).
     """
     try:
         written = started.termination.read_bytes()[:_MESSAGE_BYTES]

@@ -37,10 +37,8 @@ from ddpjob.objects.service import RUNTIME_FOLDER, runtime_name
 log = logging.getLogger("ddpjob.local")
 
 SPARE_SECONDS = 0.5
-"""Delay in seconds before a lost pod is replaced if the job has spares.
-
-A new pod occupies a CPU for seconds, and would slow down the group that restarts with the
-spare.
+"""Delay in seconds before a lost pod is replaced if the job has spares. Starting a pod occupies a
+CPU for seconds, and would slow down the group that restarts with the spare.
 """
 
 
@@ -80,10 +78,11 @@ class ProcessCluster:
             torchrun_python=str(folder.torchrun_python),
         )
         if local_spec.code is not None:
-            # These folders must exist, because processes start in them before the code is fetched.
+            # Processes start in these folders before the code is fetched, so the folders must
+            # exist.
             for needed in (local_spec.code, local_spec.working_dir):
                 needed.mkdir(parents=True, exist_ok=True)
-        # torchrun cannot start worker.py itself, because an installed package's files may lack
+        # torchrun cannot execute worker.py directly, because an installed package's files may lack
         # execute permission.
         folder.torchrun_python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(WORKER)])} "$@"\n')
         folder.torchrun_python.chmod(0o700)
@@ -96,8 +95,9 @@ class ProcessCluster:
         self.stalls: list[float] = []
         """Seconds from each break to the first step after it, as reported by the coordinators."""
         self.stopped_by = ""
-        """The signal that suspended the job; empty if a user suspended the job, or if the job is
-        not suspended."""
+        """The signal that suspended the job; empty if the job is not suspended, or if a user
+        suspended it.
+        """
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()
         self._ports: dict[int, tuple[int, socket.socket]] = {0: ports}
@@ -108,10 +108,10 @@ class ProcessCluster:
 
     @property
     def job(self) -> DDPJob:
-        """The job as this machine runs it.
+        """The job, with its spec adapted to this machine.
 
-        Every generation has its own ports, because the coordinators of two generations can run at
-        the same time.
+        Each generation has its own ports, because coordinators of two generations can run at the
+        same time.
         """
         job = DDPJob.read(self.body)
         spec = self.local_spec.spec
@@ -175,7 +175,7 @@ class ProcessCluster:
         """Whether none of the job's pods is running."""
         return all(pod.ended for pod in self.pods.values())
 
-    # --- writing: called by apply alone
+    # --- writing: called only by apply
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
         if job.resource_version != self.body["metadata"]["resourceVersion"]:
@@ -275,8 +275,7 @@ class ProcessCluster:
             "reason": event.reason,
             "message": event.message,
         }
-        # If the disk is full, training continues. The event is shown, but is not written to the
-        # file.
+        # A full disk does not stop training. The event is shown, but not written to the file.
         with suppress(OSError), self.folder.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -316,5 +315,5 @@ class ProcessCluster:
         return left
 
     def nodes(self) -> list[Pod]:
-        """Return the slots' pods, including spares."""
+        """Return the pods of all slots, including spares."""
         return [pod for pod in self.pods.values() if pod.role in NODE_ROLES]

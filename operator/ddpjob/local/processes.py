@@ -15,8 +15,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENVIRONMENT = slice(47, 49)
-"""The positions of the fields env_start and env_end in /proc/PID/stat, counted from the field that
-contains the process's state."""
+"""Positions of the env_start and env_end fields in /proc/PID/stat, counted from the state field."""
 _EXEC_SECONDS = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,12 +60,12 @@ def find(marks: Mapping[str, str]) -> list[int]:
 
 
 def _environment(process: str) -> bytes:
-    """Return a process's environment.
+    """Return a process's environment, and wait until the process has one.
 
-    While a process executes a new program (exec), it has no environment for an instant. This
-    function waits until the process has its environment, because the process would otherwise be
-    overlooked when the job's processes are killed. Raises OSError if the process has ended or
-    belongs to another user.
+    A process that executes a new program (exec) has no environment for an instant. Without the
+    wait, it would be overlooked when the job's processes are killed.
+
+    Raises OSError if the process has ended or belongs to another user.
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:
@@ -115,10 +114,10 @@ def send_group(leader: int, number: signal.Signals) -> None:
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
     """Reap adopted children that have ended.
 
-    A child in `own` is reaped through its Popen object, so that the object's owner can read its
-    exit code.
+    A child in `own` is reaped through its Popen object, so that the owner of that object can read
+    the exit code.
     """
-    # Leave out children that have already been reaped, because other processes can have their ids
+    # Skip children that have already been reaped, because other processes may have their ids by
     # now.
     by_pid = {process.pid: process for process in own if process.returncode is None}
     while True:

@@ -28,11 +28,10 @@ class RequestRefused(Exception):
 
 @contextmanager
 def held(folder: JobFolder) -> Iterator[None]:
-    """Hold the job's lock during this `with`.
+    """Hold the job's lock inside the `with` block.
 
-    The kernel releases the lock when the process ends, even if the process is killed.
-
-    Raises AlreadyRunning, OSError.
+    The kernel releases the lock when the process ends, even if the process is killed. Raises
+    AlreadyRunning or OSError.
     """
     descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -42,8 +41,8 @@ def held(folder: JobFolder) -> Iterator[None]:
                 f"job {folder.name} is already running (process {pid}); run `ddpjob stop {folder.name}` to stop it"
             )
         os.ftruncate(descriptor, 0)
-        # Write this process's id to the lock file without delay. If another process tries to lock
-        # the job, that process reports this id.
+        # Write this process's id to the lock file without delay. A process that fails to lock the
+        # job reports this id.
         os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):
@@ -76,8 +75,8 @@ def _unlocked_runner(folder: JobFolder) -> int | None:
     """Return the id of a `ddpjob run` process that still runs this job without holding the lock.
 
     This happens if the job's folder was removed, together with the lock, while the job ran. Pods of
-    a killed run do not count. Such pods end within a moment. If processes of these pods remain,
-    their parent is not a `ddpjob` process.
+    a killed run do not count. They usually end within a moment, and the parent of any remaining
+    process is not a `ddpjob` process.
     """
     marks = {"DDPJOB_NAME": folder.name, "DDPJOB_CHECKPOINT_DIR": str(folder.checkpoints)}
     deadline = time.monotonic() + _ENDING_SECONDS
@@ -107,7 +106,7 @@ def runner(folder: JobFolder) -> int | None:
 
 
 def holds(folder: JobFolder, pid: int) -> bool:
-    """Whether process `pid` of this machine has the job's lock file open.
+    """Whether the process `pid` on this machine has the job's lock file open.
 
     If the id in the lock file was written on another machine or in a container, an unrelated
     process on this machine can have the same id. Raises PermissionError if the process belongs to
@@ -135,12 +134,12 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # Python does not name the file if the disk is full.
+        error.filename = error.filename or str(path)  # A full disk's error does not name the file.
         raise
 
 
 def read_record(folder: JobFolder) -> Json | None:
-    """Read status.json; None if the job has never run here.
+    """Read status.json, and return None if the job has never run here.
 
     Raises ValueError if the file is not a record.
     """
@@ -160,13 +159,13 @@ def read_record(folder: JobFolder) -> Json | None:
     return record
 
 
-# --- requests of other terminals --------------------------------------------------------------------------------
+# --- requests from other terminals ------------------------------------------------------------------------------
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
     """Write a request for the job's runner, and wait up to `seconds` until it has been processed.
 
-    If the request is not processed in time, or if the runner ends first, return False. Raises
+    Return False if the request is not processed in time, or if the runner ends first. Raises
     RequestRefused if the runner refuses the request.
     """
     folder.requests.mkdir(exist_ok=True)
@@ -186,9 +185,10 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
 
 
 def refuse(request: Path, reason: str) -> None:
-    """Write down why a request is refused, so that its sender can read it. Raises OSError.
+    """Record the reason for refusing a request, so that the request's sender can read it.
 
     Call this before removing the request's file, because the sender waits until that file is gone.
+    Raises OSError.
     """
     write_atomically(_refusal(request), reason)
 

@@ -32,10 +32,11 @@ from ddpjob.local.process_cluster import ProcessCluster, TimedEvent
 from ddpjob.local.record import refuse, requests, write_record
 
 TICK = 0.25
-"""Seconds between checks for requests and updates of the display."""
+"""Interval in seconds at which requests are handled and the display is updated."""
 RECONCILE_SECONDS = 0.5
-"""Maximum number of seconds between reconciles while the job runs. The number can be this small
-because the coordinator's report costs only one request on loopback."""
+"""Maximum number of seconds between reconciles while the job runs. Frequent reconciles are cheap,
+because the coordinator's report costs only one request on loopback.
+"""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -119,9 +120,8 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     elif not folder.has_checkpoints():
         folder.disposable.touch()
     shutil.rmtree(folder.requests, ignore_errors=True)
-    # Create the folder for requests now. If a user sent the first request with sudo and the request
-    # created the folder, the folder would belong to root. This process could then not remove any
-    # requests from the folder.
+    # Create the folder for requests now. If a request with sudo created it, the folder would belong
+    # to root, and this process could not remove any requests from it.
     folder.requests.mkdir(exist_ok=True)
     return run
 
@@ -129,8 +129,8 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
 def _set_aside(checkpoints: Path, earlier: Path) -> None:
     """Move the checkpoints to `earlier`.
 
-    If the folder is a link, for instance to a larger disk, both old and new checkpoints are kept on
-    that disk.
+    If the checkpoint folder is a link, for instance to a larger disk, both old and new checkpoints
+    are kept on that disk.
     """
     if not checkpoints.is_symlink():
         checkpoints.rename(earlier)
@@ -142,9 +142,9 @@ def _set_aside(checkpoints: Path, earlier: Path) -> None:
 
 @contextmanager
 def watched(uid: str) -> Iterator[None]:
-    """Run the watchdog during this `with`.
+    """Run the watchdog inside the `with` block.
 
-    The watchdog kills the job's processes if this process ends without doing so.
+    If this process ends without killing the job's processes, the watchdog kills them.
     """
     command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__).resolve()), uid, str(memory_folder(uid))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDPJOB_")}
@@ -180,7 +180,7 @@ class Runner:
     async def run(self) -> Outcome:
         """Run until the job has ended or a signal has stopped it.
 
-        A job has ended if it is Complete or Failed and its pods have ended.
+        A job has ended if it is Complete or Failed, and all of its pods have ended.
         """
         loop = asyncio.get_running_loop()
         processes.become_subreaper()
@@ -270,10 +270,7 @@ class Runner:
             path.unlink(missing_ok=True)
 
     def _scale(self, nodes: int) -> str:
-        """Scale the job.
-
-        If the scaling is refused, return the reason. If it is accepted, return an empty text.
-        """
+        """Scale the job. Return the reason if the scaling is refused; empty if it is accepted."""
         refused = too_many_nodes(self.cluster.local_spec, nodes)
         self._note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:

@@ -4,8 +4,8 @@ stdin closes when `ddpjob run` has exited or crashed.
 
     python3 -I -S watchdog.py UID FOLDER
 
-The watchdog is started by its path and not as a module, because it then starts without importing
-the package. It has a session of its own, so it survives when the terminal is killed.
+The watchdog is started by its path instead of as a module, so that it does not import the package.
+It has its own session, so it survives if the terminal is killed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SECONDS = 20.0
 def main() -> None:
     """Wait until stdin closes. Then kill the processes of the job, and delete FOLDER.
 
-    All processes that have DDPJOB_UID=UID in their environment are killed, until there are none
-    left or SECONDS have passed. FOLDER is the in-memory folder with the newest training states.
+    Processes with DDPJOB_UID=UID in their environment are killed until none are left or SECONDS
+    have passed. FOLDER is the in-memory folder with the latest training states.
     """
     mark = f"DDPJOB_UID={sys.argv[1]}".encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

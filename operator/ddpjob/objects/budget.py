@@ -11,20 +11,20 @@ from ddpjob.objects.service import make_object, metadata
 
 
 def build_budget(job: DDPJob) -> Json:
-    """Build a job's PodDisruptionBudget, which has the job's name.
+    """Build a job's PodDisruptionBudget, named after the job.
 
-    The budget covers only pods that train. Coordinators and spares can be evicted by a drain at any
+    The budget covers only pods that train, so a drain can evict coordinators and spares at any
     time. A separate label selects the pods, because a change to spec.scheduling applies only to
-    pods that are created later.
+    pods created later.
 
-    Kubernetes reads the expected number of pods, which is `spec.nodes`, from the job's scale
-    subresource. If the budget also covered a spare, Kubernetes would count one more pod than
-    expected and allow two evictions at the same time.
+    Kubernetes gets the expected number of pods, `spec.nodes`, from the job's scale subresource. If
+    the budget also covered a spare, Kubernetes would count one pod more than expected and allow two
+    evictions at once.
     """
     spec = {
         "maxUnavailable": 1,
-        # Pods that are not ready can always be evicted. Without this setting, a job that is not
-        # working would keep its Kubernetes nodes from being drained.
+        # Allow the eviction of pods that are not ready. Otherwise, a broken job would keep its
+        # Kubernetes nodes from being drained.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE), LABEL_BUDGET: "true"}},
     }

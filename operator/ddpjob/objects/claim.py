@@ -16,8 +16,8 @@ from ddpjob.objects.service import job_labels, make_object
 def template_mark(job: DDPJob) -> str:
     """Return a hash of `spec` and `whenDeleted` in the job's claimTemplate.
 
-    The result is empty if the job has no claimTemplate. A job uses an existing claim again only if
-    that claim was made from a template with the same hash.
+    The result is empty if the job has no claimTemplate. A job reuses an existing claim only if the
+    claim was made from a template with the same hash.
     """
     template = job.spec.storage.claim_template
     if template is None:
@@ -29,8 +29,8 @@ def template_mark(job: DDPJob) -> str:
 def build_claim(job: DDPJob) -> Json:
     """Build the PersistentVolumeClaim that a job creates from its claimTemplate.
 
-    If whenDeleted is Retain, the claim has no owner, because Kubernetes deletes an object together
-    with its owner. Raises ValueError for a job without a claimTemplate.
+    If whenDeleted is Retain, the claim has no owner, because Kubernetes would delete the claim
+    together with an owner. Raises ValueError for a job without a claimTemplate.
     """
     template = job.spec.storage.claim_template
     if template is None:

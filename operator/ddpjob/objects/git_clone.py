@@ -1,21 +1,21 @@
 """The shell script that clones the commit of spec.code.git before the workers start.
 
-On Kubernetes, an init container of each node pod runs the script. It uses the image that the chart
-specifies, because a job's image need not contain git. On a single machine, `ddpjob run` runs the
-script with the machine's git. Three rules ensure that the same manifest always gives the same code:
+On Kubernetes, the script runs in an init container of each node pod. The chart specifies the image
+of this container, because a job's image may lack git. On a single machine, `ddpjob run` runs the
+script with the machine's own git. Three rules ensure that a manifest always gives the same code:
 
 1. The manifest contains a commit. `ddpjob submit --git URL@REF` resolves REF once. If the branch
    moves later, nothing changes, even for a pod that is replaced days later.
-2. Exactly that commit is fetched, without history. If the server refuses this, the script fetches
-   REF, which must then contain the commit.
+2. Exactly that commit is fetched, without history. If the server refuses to send a single commit,
+   the script fetches REF, whose history must then contain the commit.
 3. The script gets all values as variables, so a URL or a name cannot become part of its code.
 
 Example: with url https://github.com/me/project, ref main and commit 1f2e..., the script runs
 `git fetch --depth 1 URL 1f2e...` and `git checkout 1f2e...`.
 
-The container runs as an unprivileged user, with a read-only root file system. Only this container
-has the credentials, and git sends them to this URL only. The trainer's container and the cloned
-folder do not have them.
+The init container runs as an unprivileged user, with a read-only root file system. It alone has the
+credentials, which git sends only to this URL. Neither the trainer's container nor the cloned folder
+contains them.
 
 docs/decisions/0029 gives the reasons.
 """
@@ -30,13 +30,13 @@ from ddpjob.api.job_spec import GitCode, Json
 from ddpjob.core.world import CODE_CONTAINER
 
 DONE = ".git/ddpjob-cloned"
-"""Path of a file, relative to the folder with the code. The file exists once the folder contains
-the complete commit."""
+"""Path of a file in the code folder. The file exists once the folder contains the complete commit.
+"""
 _USER = 65532
 _PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
 PAUSES = "1 5 15 30 0"
-"""Numbers of seconds to wait after each attempt to fetch the commit. If the last attempt fails, the
-pod fails. This counts as a failure of the job, and a new pod tries again."""
+"""Seconds to wait after each attempt to fetch the commit. If the last attempt fails, the pod fails
+too. The job counts a failure, and a new pod tries again."""
 
 SCRIPT = f"""\
 set -eu
@@ -71,7 +71,7 @@ echo "code.git: commit $DDPJOB_GIT_COMMIT of $DDPJOB_GIT_URL"
 def variables(git: GitCode, folder: str, pauses: str) -> dict[str, str]:
     """Return the environment variables that the script reads.
 
-    `folder` is the folder for the code. `pauses` are the seconds to wait after each attempt,
+    `folder` is the folder for the code. `pauses` lists the seconds to wait after each attempt,
     separated by spaces.
     """
     return {
@@ -88,7 +88,7 @@ def variables(git: GitCode, folder: str, pauses: str) -> dict[str, str]:
 def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> Json:
     """Build the init container that runs the script.
 
-    `env` is the job's environment. The container gets only the proxy settings from it.
+    `env` is the job's environment, of which the container gets only the proxy settings.
     """
     settings = {"safe.directory": "*"}
     found: list[Json] = [v for v in env if v["name"].upper() in _PROXIES and "value" in v]
@@ -107,8 +107,8 @@ def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> J
     }
     values["GIT_CONFIG_COUNT"] = str(len(settings))
     for number, (key, value) in enumerate(settings.items()):
-        # The kubelet replaces $(NAME) and $$ in the values of variables. The credential helper
-        # contains neither of these.
+        # The kubelet expands $(NAME) and $$ in the values of variables. This is harmless here,
+        # because the credential helper contains neither.
         values |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
     return {
         "name": CODE_CONTAINER,

@@ -14,7 +14,7 @@ from ddpjob.objects.platform import Platform
 from ddpjob.objects.service import make_object, metadata
 
 TOKEN_KEY = "token"
-"""Name of the key in the Secret whose value is the token."""
+"""The key under which the Secret stores the token."""
 
 
 def build_token(job: DDPJob, platform: Platform) -> Json:
@@ -29,7 +29,7 @@ def build_token(job: DDPJob, platform: Platform) -> Json:
 
 
 def token_variable(job: DDPJob, platform: Platform) -> Json:
-    """Build the environment variable DDPJOB_TOKEN, which all containers of the job have."""
+    """Build the environment variable DDPJOB_TOKEN for the job's containers."""
     secret = platform.token_secret(job)
     if not secret:
         return {"name": "DDPJOB_TOKEN", "value": platform.token(job)}
@@ -39,9 +39,9 @@ def token_variable(job: DDPJob, platform: Platform) -> Json:
 def policy_name(job: DDPJob, platform: Platform) -> str:
     """Return the name of the job's NetworkPolicy, or an empty string if the job does not get one.
 
-    The name contains a hash of the policy's content. The content changes if the operator moves, or
-    if different peers are permitted to read metrics. The operator then creates a second policy. The
-    first policy can stay, because NetworkPolicies only add permissions.
+    The name contains a hash of the policy's content, which changes if the operator moves or if
+    other peers may read metrics. The operator then creates a second policy and leaves the first in
+    place, because NetworkPolicies only add permissions.
     """
     if not job.spec.isolated or platform.operator_peer is None:
         return ""
@@ -52,7 +52,7 @@ def policy_name(job: DDPJob, platform: Platform) -> str:
 def build_policy(job: DDPJob, platform: Platform) -> Json:
     """Build the NetworkPolicy that limits the connections to the job's pods.
 
-    The job's own pods may connect to all ports. The operator, and the peers that read metrics, may
+    The job's own pods may connect to all ports. The operator and the peers that read metrics may
     connect only to the coordinator's port.
     """
     meta = metadata(job, policy_name(job, platform))
@@ -62,8 +62,8 @@ def build_policy(job: DDPJob, platform: Platform) -> Json:
 def _policy(job: DDPJob, platform: Platform) -> Json:
     """Return the `spec` of the NetworkPolicy.
 
-    A separate label selects the pods. While a job is suspended, spec.network can change, and the
-    change must apply only to pods that are created later.
+    A separate label selects the pods, because spec.network can change while a job is suspended.
+    Such a change must apply only to pods created later.
     """
     own = {"matchLabels": {LABEL_UID: job.uid}}
     port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}

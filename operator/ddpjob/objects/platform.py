@@ -12,44 +12,41 @@ from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import coordinator_pod_name, node_pod_name
 
 COORDINATOR_HOSTNAME = "coordinator"
-"""The hostname that every coordinator pod has in Fast mode."""
+"""The hostname of every coordinator pod in Fast mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
     """Settings that differ between a cluster and a single machine.
 
-    The defaults are those for Kubernetes. `operator_key` is the secret that the tokens of all jobs
-    are derived from.
+    The defaults are for Kubernetes. The tokens of all jobs are derived from `operator_key`, a
+    secret.
     """
 
     operator_key: bytes
     python: str = "python3"
     runtime_path: str = "/opt/ddpjob"
     torchrun_python: str = "/opt/ddpjob/ddpjob_worker.py"
-    """The program with which torchrun in a `command` starts its workers, in place of Python. This
-    program is worker.py from the runtime.
-    """
+    """The program that torchrun in a `command` runs instead of Python to start its workers. This
+    program is worker.py from the runtime."""
     data_path: str | None = None
-    """Path of the training data; None if it is the mount path in spec.storage.data."""
+    """Path of the training data. None means the mount path in spec.storage.data."""
     checkpoint_path: str | None = None
-    """Path of the checkpoints; None if it is the mount path in spec.storage.checkpoints."""
+    """Path of the checkpoints. None means the mount path in spec.storage.checkpoints."""
     code_path: str | None = None
-    """Path of the code from spec.code; None if it is CODE_FOLDER."""
+    """Path of the code from spec.code. None means CODE_FOLDER."""
     git_image: str = "docker.io/alpine/git:2.49.1"
-    """The image of the init container that clones spec.code.git. It must contain git and sh."""
+    """The image of the init container that clones spec.code.git. The image must contain git and sh.
+    """
     operator_peer: Json | None = None
-    """A NetworkPolicy peer that matches the operator's own pods. None if these pods are unknown. In
-    that case, no NetworkPolicy is created.
-    """
+    """A NetworkPolicy peer that matches the operator's own pods. If it is None, these pods are
+    unknown and no NetworkPolicy is created."""
     metrics_peers: tuple[Json, ...] = ()
-    """Additional NetworkPolicy peers that are permitted to read metrics from coordinators' ports.
-    """
+    """Additional NetworkPolicy peers that may connect to coordinators to read metrics."""
     coordinator_listens_on: str = ""
-    """The address on which the coordinator and its store listen. If the address is empty, the
-    coordinator listens on all addresses of its pod, because the kubelet and `kubectl port-forward`
-    need that. The store then listens only on POD_IP, because the store has no authentication.
-    """
+    """The address on which the coordinator and its store listen. If it is empty, the coordinator
+    listens on all addresses of its pod, as the kubelet and `kubectl port-forward` require. The
+    store then listens only on POD_IP, because the store has no authentication."""
     checkpoints_shared: bool | None = None
     """Whether all nodes see the same checkpoint files. None if the answer depends on the kind of
     volume."""
@@ -57,7 +54,7 @@ class Platform:
     def bucket_folder(self, job: DDPJob) -> str:
         """Return the path of the job's folder, relative to storage.checkpoints.url.
 
-        No other job that exists in this cluster uses the folder. A later job with the same name and
+        No other existing job in this cluster uses this folder. A later job with the same name and
         namespace uses it again.
         """
         return f"{job.namespace}/{job.name}"
@@ -66,9 +63,9 @@ class Platform:
         """Return the host name under which the job's pods reach its coordinator.
 
         In Standard mode, each generation has a new name, because a name server may still return the
-        old address for the old name. In Fast mode, every coordinator of the job has the same name.
-        The nodes stay when their coordinator is lost, and look up this name to find the next
-        coordinator.
+        old address for an old name. In Fast mode, every coordinator of the job has the same name.
+        If the coordinator is lost, the nodes stay and find the next coordinator by looking up this
+        name.
         """
         if job.spec.fast:
             return f"{COORDINATOR_HOSTNAME}.{job.name}"
@@ -88,14 +85,16 @@ class Platform:
     def key_mark(self) -> str:
         """A short hash of the operator's key.
 
-        It distinguishes keys without revealing anything about them.
+        The hash distinguishes keys without revealing anything about them.
         """
         return hmac.new(self.operator_key, b"mark", hashlib.sha256).hexdigest()[:6]
 
     @property
     def cluster(self) -> str:
-        """A short hash of the operator's key. This hash differs between clusters, so it
-        distinguishes this operator's jobs from jobs with the same names in other clusters.
+        """A short hash of the operator's key.
+
+        The hash differs between clusters. It therefore distinguishes this operator's jobs from jobs
+        of the same name in other clusters.
         """
         return self.key_mark
 
@@ -110,8 +109,8 @@ class Platform:
         """Return the name of the Secret with the job's token.
 
         The name depends on the job's UID and on the operator's key. Without the key, nobody can
-        predict the name and create such a Secret in advance. On a platform without this Secret, the
-        name is empty, and the processes of the job get the token in their environment.
+        predict the name and create a Secret of that name in advance. A platform without such
+        Secrets returns an empty name, and the job's processes get the token in their environment.
         """
         mark = hmac.new(self.operator_key, f"secret {job.uid}".encode(), hashlib.sha256).hexdigest()[:10]
         return f"{job.name}-token-{mark}"

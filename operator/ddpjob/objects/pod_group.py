@@ -1,10 +1,11 @@
 """Builds the PodGroup that makes a scheduler place a generation's pods all at once or not at all.
 
-For Kubernetes' scheduler, the PodGroup has the API version `scheduling.k8s.io/v1alpha2` and needs
-Kubernetes 1.36 with the feature gates GenericWorkload and GangScheduling. It does not need a
-Workload and cannot be changed. For Volcano (`scheduling.schedulerName: volcano`), it has the API
-version `scheduling.volcano.sh/v1beta1`. Each pod of the group names the PodGroup in an annotation,
-because Volcano creates a separate PodGroup for every pod without this annotation.
+For Kubernetes' scheduler, the PodGroup has the API version `scheduling.k8s.io/v1alpha2`, which
+needs Kubernetes 1.36 with the feature gates GenericWorkload and GangScheduling. This PodGroup does
+not need a Workload and cannot be changed. For Volcano (`scheduling.schedulerName: volcano`), the
+PodGroup has the API version `scheduling.volcano.sh/v1beta1`. Each pod of the group names the
+PodGroup in an annotation, because Volcano would create a separate PodGroup for a pod without this
+annotation.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from ddpjob.objects.service import make_object, metadata
 API_VERSION, KIND = "scheduling.k8s.io/v1alpha2", "PodGroup"
 VOLCANO_API = "scheduling.volcano.sh/v1beta1"
 VOLCANO_KIND = "PodGroup.scheduling.volcano.sh"
-"""The operator's own name for the kind of Volcano's PodGroups. It is needed because Kubernetes'
-PodGroups have the same kind."""
+"""The operator's own name for Volcano's kind of PodGroup. Volcano and Kubernetes both call this
+kind PodGroup, so the operator needs a second name."""
 QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
-"""Name of the pod annotation whose value is the Volcano queue."""
+"""The pod annotation that names the Volcano queue."""
 
 
 def kind_of(manifest: Json) -> str:
-    """Return the kind of an object, as the operator names it.
+    """Return the operator's name for the kind of an object.
 
     Volcano's PodGroups get a different name from Kubernetes' own PodGroups.
     """
@@ -40,10 +41,9 @@ def kind_for(job: DDPJob) -> str:
 def build_gang(job: DDPJob, status: JobStatus) -> Json:
     """Build the PodGroup of the job's current generation.
 
-    The coordinator's own pod belongs to the group too. Outside the group, that pod would hold
-    resources while the job waits for room. The fields for disruption and priority have an effect
-    only with the feature gate WorkloadAwarePreemption. Without this gate, the API server drops
-    these fields.
+    The coordinator's own pod belongs to the group too. Otherwise, the coordinator would hold
+    resources while the job waits for room. The fields for disruption and priority need the feature
+    gate WorkloadAwarePreemption. Without the gate, the API server drops these fields.
 
     Raises ValueError if `status` has no gang.
     """
@@ -58,9 +58,9 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     else:
         spec = {
             "schedulingPolicy": {"gang": {"minCount": members}},
-            # If the job can train with fewer nodes, the scheduler may preempt single pods in the
-            # group. If not, the group is useless as soon as one pod is missing, so it is preempted
-            # as a whole.
+            # If the job can train with fewer nodes, the scheduler may preempt single pods of the
+            # group. Otherwise, it preempts the whole group, because losing any pod makes the rest
+            # useless.
             "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",
         }
     priority = (template.get("spec") or {}).get("priorityClassName") or job.spec.scheduling.priority_class_name

@@ -1,7 +1,7 @@
 """Finds faults in spec.podTemplate, for `ddpjob validate` and for the operator.
 
-The API server's strict field validation also rejects unknown fields, but this module finds them
-without a cluster and before a pod is created.
+Unlike the API server's strict field validation, this module finds unknown fields without a cluster
+and before a pod is created.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OWNED_CONTAINER = {
 OWNED_VARIABLES = re.compile(r"(DDPJOB_|PET_).*|POD_IP|NODE_NAME|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK")
 _OWNED_METADATA = ("name", "generateName", "namespace", "ownerReferences", "finalizers")
 SNAPSHOT_PATH = "/run/ddpjob"
-"""The folder in which the newest training states are kept in memory."""
+"""The folder that keeps the latest training states in memory."""
 _OWNED_MOUNTS = {
     "/opt/ddpjob": "the runtime",
     "/dev/shm": "spec.storage.sharedMemory",
@@ -49,19 +49,18 @@ _OWNED_MOUNTS = {
 }
 
 MOST_FAULTS = 20
-"""Maximum number of faults that are reported for one template. The number is limited because each
-unknown field is compared with the names of all known fields.
-"""
+"""Maximum number of faults that are reported for one template. There is a limit because each
+unknown field is compared with the names of all known fields."""
 MORE_FAULTS = f"spec.podTemplate: more than {MOST_FAULTS} faults; correct these, then check again"
 _SHOWN = 100
-"""Maximum number of characters that a message shows of a name or a value."""
+"""Maximum number of characters of a name or value in a message."""
 
 
 def problems(template: Mapping[str, Any], *, whole: bool = True) -> tuple[str, ...]:
     """Return one sentence for each fault in a podTemplate, with the field's path and the remedy.
 
-    The search stops after MOST_FAULTS faults, and MORE_FAULTS is then the last sentence. If `whole`
-    is false, the template may lack fields, because a job class may provide them.
+    After MOST_FAULTS faults, the search stops and MORE_FAULTS is added as the last sentence. If
+    `whole` is false, the template may lack fields that a job class can provide.
     """
     template = without_nulls(template)
     unknown = _first(_unknown_fields(template, "V1PodTemplateSpec", "spec.podTemplate"))
@@ -118,8 +117,8 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
         return
     for field, remedy in _OWNED_CONTAINER.items():
         if field == "resources" and set(container.get(field) or ()) == {"claims"}:
-            # The field contains only claims for dynamic resource allocation. spec.resources has no
-            # field for them.
+            # Accept a field that contains only claims for dynamic resource allocation, because
+            # spec.resources has no field for claims.
             continue
         if field in container:
             yield f"{path}.{field}: the operator sets this field; {remedy}"
@@ -161,9 +160,8 @@ def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
 
 
 _QUANTITIES = re.compile(r"\.(requests|limits|overhead)$")
-"""Paths of mappings whose values are amounts of resources, and may therefore be numbers. All other
-mappings with text must contain only strings.
-"""
+"""Matches the paths of mappings that contain amounts of resources. These amounts may be numbers. In
+every other mapping with arbitrary keys, the values must be strings."""
 _SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
 _SCALAR_NAMES = {"str": "a string", "int": "an integer", "bool": "true or false", "float": "a number"}
 

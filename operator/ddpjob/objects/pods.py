@@ -43,30 +43,27 @@ from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_no
 RUNTIME_VOLUME, SNAPSHOT_VOLUME, FETCHED_CODE_VOLUME = "ddpjob-runtime", "ddpjob-snapshots", "ddpjob-code"
 _CODE_MOUNT: Json = {"name": FETCHED_CODE_VOLUME, "mountPath": CODE_FOLDER}
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Keys of the Secret that storage.checkpoints.secretName names. They are the names of the
-environment variables that AWS tools read. The last key is optional.
-"""
+"""Keys of the Secret in storage.checkpoints.secretName. AWS tools read environment variables of the
+same names. The last key is optional."""
 DATA_PREFIX = "DDPJOB_DATA_"
-"""Prefix of the environment variables that describe storage.data. The launcher reads them and
-removes them, including the credentials, before it starts the workers."""
+"""Prefix of the environment variables that describe storage.data. The launcher reads these
+variables, some of which contain credentials, and removes all of them before it starts the workers.
+"""
 CODE_PREFIX = "DDPJOB_CODE_"
-"""Prefix of the environment variables that describe spec.code. The launcher treats them in the same
-way as the variables that describe storage.data.
-"""
+"""Prefix of the environment variables that describe spec.code. The launcher treats them like those
+for storage.data."""
 MAX_RESTARTS = 1_000_000
-"""The value of torchrun's option --max-restarts. It is practically unlimited, because the operator
-sees every failure and enforces the job's restart budget itself."""
+"""The value of torchrun's --max-restarts option. It amounts to no limit, because the operator sees
+every failure and enforces the job's restart budget itself."""
 _SHUTDOWN_MARGIN = 2
-"""Number of seconds that are reserved for torchrun's own exit, at the end of the pod's grace
-period. In a `command`, torchrun stops waiting for its workers when these seconds begin.
-"""
+"""Seconds that are reserved for torchrun's own exit at the end of the pod's grace period. When they
+begin, torchrun in a `command` stops waiting for its workers."""
 
 _BACKENDS = {"nvidia.com/": "nccl", "amd.com/": "nccl", "huawei.com/": "hccl", "gpu.intel.com/": "xccl"}
 """Maps the prefix of `spec.gpuResource` to the backend that `spec.backend: auto` selects."""
 _TAINT_MARGIN = 10
-"""Number of seconds by which the pods' tolerations last longer than nodeLostAfterSeconds. This
-gives the operator time to act before Kubernetes evicts the pods on a lost host.
-"""
+"""Seconds that the pods' tolerations last beyond nodeLostAfterSeconds. This gives the operator time
+to act before Kubernetes evicts the pods on a lost host."""
 DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
 """Kinds of volume sources whose files are the same in all pods. This includes csi, because a csi
@@ -74,13 +71,11 @@ volume without a claim usually mounts a bucket or a network file system, such as
 files and blobs, or JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
-"""Keeps NVIDIA's container runtime from adding devices to a container that did not request any. By
-default, CUDA images request all devices, and NVIDIA's container runtime would add them.
-"""
+"""Keeps NVIDIA's container runtime from adding devices to a container that did not request any.
+CUDA images ask this runtime for all devices by default."""
 TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
-"""The scheduling gate on pods whose topology domain Kueue chooses. Kueue removes the gate once it
-has chosen.
-"""
+"""The scheduling gate that holds back a pod until Kueue has chosen a topology domain. Kueue then
+removes the gate."""
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
 """The default limits of the coordinator's container. A higher request from the job raises them."""
 
@@ -88,7 +83,7 @@ _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
 def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
     """Build the pod of one slot.
 
-    `status` supplies its generation, round, runtime and avoided hosts.
+    `status` supplies the pod's generation, round, runtime and avoided hosts.
     """
     name = node_pod_name(job, index, attempt)
     containers = [_trainer(job, status, platform, index, attempt)]
@@ -103,8 +98,8 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
     affinity = _affinity(job, status)
     if affinity:
         spec["affinity"] = affinity
-    # The role is provisional, because only the coordinator decides which nodes train. The operator
-    # later changes the label to follow the coordinator's report (see core.plan.actions).
+    # The role is provisional, because only the coordinator decides which nodes train. Once the
+    # coordinator reports the role, the operator corrects the label (see core.plan.actions).
     role = Role.NODE if index < job.spec.nodes else Role.SPARE
     pod = _pod(job, status, name, spec, _slot_labels(job, status, role, index, attempt))
     pod = merge_into_node(pod, job.spec.pod_template)
@@ -113,7 +108,7 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
 
 
 def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
-    """Build the coordinator's own pod (placement Dedicated).
+    """Build the coordinator's own pod, for placement Dedicated.
 
     The pod does not request a GPU. It runs the job's image, because the store needs torch.
     """
@@ -123,9 +118,9 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         "containers": [_coordinator(job, status, platform)],
         "volumes": [_runtime_volume(status)],
     }
-    # Prefer machines with the same architecture as those that run the job's nodes, because the
-    # job's image is known to run on that architecture. Without this preference, the scheduler could
-    # place the coordinator on an empty machine with a different architecture.
+    # Prefer machines with the architecture on which the job's nodes run, because the job's image is
+    # known to work there. Otherwise, the scheduler could place the coordinator on an empty machine
+    # with a different architecture.
     like_nodes = {"labelSelector": _node_pods(job), "topologyKey": "kubernetes.io/arch"}
     preferred = [{"weight": 100, "podAffinityTerm": like_nodes}]
     spec["nodeSelector"] = {"kubernetes.io/os": "linux"}
@@ -144,11 +139,11 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
 
 
 def _queued(pod: Json, changes: PodChanges | None) -> Json:
-    """Return the pod with the fields that the queue's flavor and topology add to it.
+    """Return the pod with the fields that the queue's flavor and topology require.
 
     Without these fields, the pod could run on machines that the job's quota does not cover. If
-    Kueue assigns topology domains, the pod also gets a scheduling gate. The gate delays the pod
-    until Kueue has written a domain into the pod's node selector.
+    Kueue assigns topology domains, the pod also gets a scheduling gate. The gate holds the pod back
+    until Kueue has added a domain to the pod's node selector.
     """
     if changes is None:
         return pod
@@ -201,7 +196,7 @@ def as_non_root(pod: Json) -> Json | None:
 def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
     spec = job.spec
     patience = spec.recovery.node_lost_after_seconds + _TAINT_MARGIN
-    # These tolerations replace those that Kubernetes adds on its own, which last 300 s.
+    # These tolerations replace the 300 s tolerations that Kubernetes adds by default.
     lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": patience}
     basics: Json = {
         "restartPolicy": "Never",
@@ -211,8 +206,8 @@ def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": DEFAULT_GRACE,
         "tolerations": [{"key": f"node.kubernetes.io/{taint}", **lost} for taint in ("unreachable", "not-ready")],
-        # runAsNonRoot is not set, because the kubelet would refuse the many images that run as
-        # root.
+        # Do not set runAsNonRoot, because many images run as root and the kubelet would refuse
+        # them.
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
     }
     if spec.image_pull_secrets:
@@ -232,8 +227,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
         apart = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.topology_key}
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
     if job.spec.scheduling.same_topology and job.spec.pods > 1:
-        # A pod's own labels match this selector. The scheduler therefore accepts any domain for the
-        # job's first pod, although no matching pod has been placed yet.
+        # The selector also matches the pod itself. The scheduler therefore accepts any domain for
+        # the job's first pod, when no other matching pod has been placed yet.
         together = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.same_topology}
         affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [together]}
     if status.avoided_nodes:
@@ -243,8 +238,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 
 def _elsewhere(status: JobStatus) -> Json:
     """Build the affinity that keeps pods off avoided Kubernetes nodes if possible."""
-    # A field selector takes only one value, so each avoided Kubernetes node has its own selector.
-    # All selectors are in one term, because a term requires that every one of them matches.
+    # A field selector takes only one value, so each avoided Kubernetes node gets its own selector.
+    # All of them belong in one term, because a Kubernetes node must match every selector of a term.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
     ]
@@ -283,9 +278,9 @@ def _program(platform: Platform, name: str) -> list[str]:
 def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
     command, args = _entry_point(job, status, platform)
     container = _container(job, TRAINER_CONTAINER, command, args)
-    # The operator's variables come first, because a variable can refer only to earlier ones, and
-    # the user's variables may refer to $(POD_IP). The schema forbids two variables with the same
-    # name.
+    # A variable can refer only to earlier variables, and the user's variables may refer to
+    # $(POD_IP). The operator's variables therefore come first. The schema forbids two variables
+    # with the same name.
     container["env"] = [
         *_environment(job, status, platform, index, attempt),
         *_interface(job),
@@ -307,8 +302,8 @@ def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, att
 def _wants_devices(spec: JobSpec) -> bool:
     """Whether a node's pod uses devices.
 
-    This is the case if the spec or podTemplate requests devices in any way, or if spec.env itself
-    sets NVIDIA_VISIBLE_DEVICES.
+    It does if the spec or podTemplate requests devices in any way, or if spec.env sets
+    NVIDIA_VISIBLE_DEVICES.
     """
     pod = spec.pod_template.get("spec") or {}
     trainer = trainer_of(pod)
@@ -326,14 +321,14 @@ def _resources(job: DDPJob) -> Json:
 
 
 def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
-    """Return the values of torchrun's options by name, without the leading dashes.
+    """Map the names of torchrun's options, without leading dashes, to their values.
 
-    The section "Rendezvous settings" of docs/protocol.md explains the values.
+    The section "Rendezvous settings" in docs/protocol.md explains the values.
     """
     spec = job.spec
     store = ("c10d", platform.store_host(job, status), spec.rendezvous.port, "0.1")
-    # In Fast mode, the coordinator forms the group itself. There is no store that torchrun would
-    # have to wait for, so the settings in `waits` are not used.
+    # In Fast mode, the coordinator forms the group itself. torchrun has no store to wait for, so
+    # `waits` is not used.
     fast = ("ddpjob", platform.coordinator_host(job, status), spec.rendezvous.endpoint_port, "0.02")
     backend, host, port, interval = fast if spec.fast else store
     waits = [
@@ -351,8 +346,9 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
         "rdzv-endpoint": f"{host}:{port}",
         "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
         **({} if spec.fast else {"rdzv-conf": ",".join(waits)}),
-        # With `command`, the operator would not learn of a restart by torchrun itself. torchrun
-        # therefore exits at the first failure, and the operator decides about the restart.
+        # If a `command` starts torchrun, the operator would not notice torchrun's own restarts.
+        # torchrun therefore exits at the first failure, and the operator decides whether to
+        # restart.
         "max-restarts": str(MAX_RESTARTS if spec.fast or spec.under_torchrun else 0),
         "monitor-interval": interval,
         "local-addr": "$(POD_IP)",
@@ -365,8 +361,8 @@ def _entry_point(job: DDPJob, status: JobStatus, platform: Platform) -> tuple[li
     if not spec.under_torchrun:
         return list(spec.command), list(spec.args)
     options = [f"--{name}={value}" for name, value in rendezvous_settings(job, status, platform).items()]
-    # Without `--`, torchrun would take a script's option such as --log or --n for an abbreviation
-    # of one of its own options.
+    # Without `--`, torchrun would read a script's --log or --n as an abbreviation of one of its own
+    # options.
     program = ["-m", "--", spec.module] if spec.module else ["--", spec.script or ""]
     args = [*options, *spec.torchrun_args, *program, *spec.args]
     return _program(platform, "launcher"), args
@@ -417,12 +413,12 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
 
 
 def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Json]:
-    """Return the environment variables for a launcher that the job's `command` starts.
+    """Return the environment variables for the launcher that the job's `command` starts.
 
-    The variables contain torchrun's options. For all other launchers, they contain the address of
-    the pod with index 0. This address contains the name of that pod. All pods of such a job are
-    replaced together, so the address is the same in all pods of a generation. Each generation has a
-    new address, so name servers cannot return the IP address of an older pod.
+    torchrun reads its options from these variables. Any other launcher finds the pod with index 0
+    at MASTER_ADDR. The address contains the name of that pod and is the same in all pods of a
+    generation, because the pods of such a job are all replaced together. A new generation has a new
+    address, so name servers cannot return the IP address of an older pod.
     """
     settings = rendezvous_settings(job, status, platform)
     grace = str(max(1, _grace(job) - _SHUTDOWN_MARGIN))
@@ -441,10 +437,10 @@ def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Jso
 def _store_elsewhere(job: DDPJob) -> list[str]:
     """Return the setting that keeps torchrun from hosting the rendezvous store itself.
 
-    The coordinator hosts the store. If the store is in a different pod, torchrun detects on its own
-    that the store is not local. A `command` therefore needs the setting only if the coordinator
-    shares a pod with a node. All other jobs with a `command` do not get the setting, because it
-    would also prevent `torchrun --standalone` from hosting its own store.
+    The coordinator hosts the store. If the coordinator has its own pod, torchrun detects that the
+    store is not local, so a `command` needs the setting only if the coordinator shares a pod with a
+    node. Other jobs with a `command` do not get the setting, because it would also prevent
+    `torchrun --standalone` from hosting its own store.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER
     return ["is_host=false"] if job.spec.under_torchrun or shared else []
@@ -453,7 +449,7 @@ def _store_elsewhere(job: DDPJob) -> list[str]:
 def _checkpoints_shared(job: DDPJob) -> bool:
     """Whether all pods of the job see the same checkpoint files.
 
-    The files are on the volume of storage.checkpoints, unless podTemplate mounts a different volume
+    The files are on the volume of storage.checkpoints unless podTemplate mounts a different volume
     at the same path.
     """
     storage, pod = job.spec.storage, job.spec.pod_template.get("spec") or {}
@@ -469,7 +465,7 @@ def _checkpoints_shared(job: DDPJob) -> bool:
 def _backend(spec: JobSpec) -> str:
     """Return the name of the backend that scripts pass to init_process_group.
 
-    The name is empty if spec.backend is `auto` and no backend is known for the job's devices.
+    The name is empty if spec.backend is `auto` and the backend for the job's devices is unknown.
     """
     if spec.backend != "auto":
         return spec.backend
@@ -499,8 +495,7 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 def _interface(job: DDPJob) -> list[Json]:
     """Return the variables that make NCCL and Gloo use the interface in spec.network.interface.
 
-    If spec.env sets one of these variables, that variable is left out. If podTemplate sets one of
-    them, the value in podTemplate is used.
+    A variable that spec.env sets is left out. A value in podTemplate takes precedence.
     """
     given, name = {variable["name"] for variable in job.spec.env}, job.spec.network.interface
     variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name else ()
@@ -519,7 +514,7 @@ def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
         "DDPJOB_CHECKPOINT_URL": f"{checkpoints.url.rstrip('/')}/{platform.bucket_folder(job)}",
         "AWS_ENDPOINT_URL": checkpoints.endpoint,
         "AWS_REGION": checkpoints.region,
-        # boto3 reads this variable instead of AWS_REGION.
+        # boto3 reads AWS_DEFAULT_REGION instead of AWS_REGION.
         "AWS_DEFAULT_REGION": checkpoints.region,
     }
     found: list[Json] = [{"name": name, "value": value} for name, value in values.items() if value]
@@ -529,8 +524,8 @@ def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
 def _data_bucket(job: DDPJob) -> list[Json]:
     """Return the launcher's environment variables for the bucket in storage.data.url.
 
-    The names of these variables have a prefix. Other tools read the names without a prefix, which
-    describe the bucket with the checkpoints. The two buckets may differ.
+    The variables have a prefix, because other tools read the names without a prefix, which describe
+    the checkpoints' bucket. The two buckets may differ.
     """
     data = job.spec.storage.data
     if data is None or data.url is None:
@@ -560,7 +555,7 @@ def _code(job: DDPJob, platform: Platform) -> list[Json]:
 
 
 def _clone(job: DDPJob, platform: Platform) -> Json:
-    """Return the fields of a pod spec with the init container that clones spec.code.git.
+    """Return the pod spec's `initContainers` with the container that clones spec.code.git.
 
     The result is empty if the code does not come from git.
     """
@@ -582,8 +577,8 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    # Kubernetes treats a negative grace period as 1 second. The coordinator rejects values above
-    # MAX_SECONDS.
+    # Kubernetes treats a negative grace period as 1 second, and the coordinator rejects values
+    # above MAX_SECONDS.
     return min(int(grace), MAX_SECONDS) if grace >= 0 else 1
 
 
@@ -624,9 +619,9 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
 def _with_limits(resources: Json) -> Json:
     """Return the coordinator's resources with a limit and a request for CPU and memory.
 
-    Without limits, a ResourceQuota may refuse the pod, and a LimitRange may set limits that are
-    lower than the requests. If a request were missing, Kubernetes would set it to the limit, so
-    each limit comes with a request.
+    Without limits, a ResourceQuota may refuse the pod, and a LimitRange may set limits below the
+    requests. Each limit comes with a request, because Kubernetes would set a missing request to the
+    limit.
     """
     given = resources.get("limits", {})
     usual = default_of("spec.rendezvous.resources.requests")
@@ -663,8 +658,8 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus, platform: Platform) -
 
 
 def _runtime_volume(status: JobStatus) -> Json:
-    # The files need the executable mode, because torchrun in a `command` starts its workers by
-    # executing one of them.
+    # The files must be executable, because torchrun in a `command` starts its workers by executing
+    # one of them.
     return {"name": RUNTIME_VOLUME, "configMap": {"name": status.runtime, "defaultMode": 0o555}}
 
 

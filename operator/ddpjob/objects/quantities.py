@@ -8,7 +8,7 @@ _QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)
 
 
 def amount(quantity: object) -> float | None:
-    """Return the number that a Kubernetes quantity stands for, or None if it is not a quantity."""
+    """Return the number that a Kubernetes quantity stands for, or None for any other value."""
     found = _QUANTITY.fullmatch(str(quantity))
     if found is None or isinstance(quantity, bool):
         return None

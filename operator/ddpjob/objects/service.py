@@ -22,23 +22,22 @@ from ddpjob.api.job_spec import Json
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
 
 RUNTIME_FOLDER = Path(protocol.__file__).resolve().parent
-"""Path of the package `ddpjob_runtime`. In a pod, the archive with the runtime has the same
-name."""
+"""Path of the `ddpjob_runtime` package. In a pod, the runtime's archive has the name of this
+package."""
 SCRIPTS_PACKAGE = "ddpjob_report"
-"""Name of the package that training scripts import. It is next to `ddpjob_runtime`, and it needs
-`ddpjob_bucket` and `ddpjob_pod`.
-"""
+"""Name of the package that training scripts import. The package is in the same folder as
+`ddpjob_runtime`, and needs `ddpjob_bucket` and `ddpjob_pod`."""
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
-    """Return the labels that the operator's watches use to select a job's objects."""
+    """Return the labels by which the operator's watches select a job's objects."""
     return {LABEL_MANAGED: MANAGED_BY, LABEL_JOB: job.name, LABEL_UID: job.uid}
 
 
 def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> Json:
     """Build the metadata for an object that Kubernetes deletes together with the job.
 
-    `labels` are added to the labels that all of the job's objects have.
+    `labels` are added to the labels that every object of the job has.
     """
     meta = {"name": name, "namespace": job.namespace, "labels": job_labels(job) | dict(labels)}
     return {**meta, "ownerReferences": [job.owner_reference]}
@@ -52,8 +51,8 @@ def make_object(api_version: str, kind: str, meta: Json, **parts: Any) -> Json:
 def build_service(job: DDPJob) -> Json:
     """Build the headless Service that gives the job's pods their host names.
 
-    It also publishes the addresses of pods that are not ready, because pods become ready only after
-    the rendezvous.
+    The Service also publishes the addresses of pods that are not ready, because pods become ready
+    only after the rendezvous.
     """
     spec = {
         "clusterIP": "None",
@@ -71,12 +70,12 @@ def build_service(job: DDPJob) -> Json:
 def _runtime_files() -> dict[str, bytes]:
     """Return the content of the runtime's ConfigMap by key.
 
-    In pods, each key becomes a file name.
+    In a pod, each key becomes a file name.
 
-    The packages with the runtime are in one archive, which Python can run and import from. Without
-    an archive, each of about fifty files would need a key, and also a path in every pod's manifest,
-    because keys cannot contain `/`. These paths would make up half of the manifest. Files that are
-    executed or found by their path are not in the archive but have keys of their own.
+    The runtime's packages are in one archive, which Python can run and import from. As separate
+    entries, each of about fifty files would need a key, which cannot contain `/`. Each file would
+    therefore also need a path in every pod's manifest, and these paths would make up half of the
+    manifest. Files that are executed or found by their path have keys of their own instead.
     """
     files = {
         str(path.relative_to(RUNTIME_FOLDER.parent)): path.read_bytes()
@@ -86,8 +85,8 @@ def _runtime_files() -> dict[str, bytes]:
     packed = io.BytesIO()
     with ZipFile(packed, "w", ZIP_DEFLATED) as archive:
         for name, content in {"__main__.py": files[f"{RUNTIME_FOLDER.name}/__main__.py"], **files}.items():
-            # ZipInfo always has the same date in 1980, so the bytes of the archive depend only on
-            # the files.
+            # A ZipInfo always has the same date, so the bytes of the archive depend only on the
+            # files.
             archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)
     return {
         RUNTIME_FOLDER.name: packed.getvalue(),
@@ -104,16 +103,16 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 DIGITS = 16
-"""Number of hexadecimal digits of the content's digest in the ConfigMap's name. A ConfigMap whose
-content has this digest can be trusted, because forging such content takes about 2**64 attempts."""
+"""Number of hexadecimal digits of the digest that is part of the ConfigMap's name. A ConfigMap with
+matching content can be trusted, because forging such content takes about 2**64 attempts."""
 
 
 def holds_runtime(config_map: Json) -> bool:
-    """Whether pods that this version of the operator creates can mount an existing ConfigMap.
+    """Whether the pods of this version of the operator can mount an existing ConfigMap.
 
     The ConfigMap must contain the files of this version's runtime, and its content must match the
-    digest in its name. A ConfigMap from a different version may contain other files. A ConfigMap
-    that somebody else has created may contain anything.
+    digest in its name. A ConfigMap from a different version may contain other files, and a
+    ConfigMap that somebody else has created may contain anything.
     """
     data = config_map.get("binaryData") or {}
     if config_map.get("immutable") is not True or config_map.get("data") or set(data) != set(_runtime_files()):
@@ -126,8 +125,8 @@ def holds_runtime(config_map: Json) -> bool:
 def runtime_name() -> str:
     """Return the name of the ConfigMap that contains this version's runtime.
 
-    A running job keeps the runtime that it started with, as long as its pods can mount that
-    ConfigMap.
+    A running job keeps the runtime with which it started, as long as its pods can mount that
+    runtime's ConfigMap.
     """
     return f"ddpjob-runtime-{_digest(_runtime_files())}"
 
@@ -148,17 +147,16 @@ def runtime_owner(job: DDPJob) -> Json:
 def runtime_jobs_name(runtime: str) -> str:
     """Return the name of the empty ConfigMap that connects jobs with a runtime.
 
-    The jobs that use the runtime own this ConfigMap, and it owns the ConfigMap with the runtime.
+    The jobs that use the runtime own the empty ConfigMap, which owns the runtime's ConfigMap.
     """
     return f"{runtime}-jobs"
 
 
 def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
-    """Build the empty ConfigMap whose owners keep a namespace's runtime from being deleted.
+    """Build the empty ConfigMap that keeps a namespace's runtime from being deleted.
 
-    The jobs in the namespace are the owners. They are not added as owners to the ConfigMap with the
-    runtime itself, because that ConfigMap is too large to be written whenever a job is created or
-    deleted.
+    The jobs in the namespace own the empty ConfigMap. They do not own the runtime's ConfigMap
+    directly, because the runtime is too large to be rewritten whenever a job is created or deleted.
     """
     return _shared(job, runtime_jobs_name(runtime_name()), owners)
 

@@ -20,13 +20,13 @@ TMP_VOLUME = "ddpjob-tmp"
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
     """Merge the whole podTemplate into a node's pod.
 
-    With placement Master, this pod also contains the coordinator's container. That container gets
-    only those of the trainer's settings that a coordinator needs.
+    With placement Master, this pod also contains the coordinator's container, which gets only the
+    trainer's settings that a coordinator needs.
     """
     spec = dict(template.get("spec") or {})
     if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
-        # For a pod on the host's network, Kubernetes' default ClusterFirst means the host's name
-        # server. That name server cannot resolve the host names of the job's pods.
+        # For a pod on the host's network, the default policy ClusterFirst uses the host's name
+        # server, which cannot resolve the host names of the job's pods.
         spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
@@ -36,14 +36,15 @@ def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
 def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> Json:
     """Return `pod` merged with `spec` and with the labels and annotations from the template.
 
-    If the operator and the template set the same label or annotation, the operator's value is used.
+    The operator's value is used for a label or annotation that the operator and the template both
+    set.
     """
     merged: Json = merge(pod, {"spec": spec})
     for container in merged["spec"]["containers"]:
         _keep_privileges(container.get("securityContext", {}))
     for container in (*(merged["spec"].get("initContainers") or ()), *merged["spec"]["containers"]):
-        # If a container fails without writing a termination message, the kubelet takes the end of
-        # its log. The reason for the failure is then visible in the pod's status.
+        # If a container fails without a termination message, this policy makes the kubelet report
+        # the end of the container's log. The pod's status then shows the reason for the failure.
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     _give_temporary_folder(merged["spec"])
     for kind in ("labels", "annotations"):
@@ -55,10 +56,10 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
 
 
 def _give_temporary_folder(spec: Json) -> None:
-    """Mount a volume at /tmp in each of our containers whose root file system is read-only.
+    """Mount a volume at /tmp in each of our containers that has a read-only root file system.
 
-    Python needs a folder for temporary files. A container that already mounts a volume at /tmp does
-    not change.
+    Python needs a folder for temporary files. A container that already mounts a volume at /tmp
+    stays unchanged.
     """
     mount, needed = {"name": TMP_VOLUME, "mountPath": "/tmp"}, False
     for container in spec["containers"]:
@@ -76,7 +77,7 @@ def _give_temporary_folder(spec: Json) -> None:
 def _keep_privileges(context: Json) -> None:
     """Remove allowPrivilegeEscalation if the template asks for privileges that contradict it.
 
-    The API server would refuse a pod with both.
+    The API server would refuse a pod with such a contradiction.
     """
     added = context.get("capabilities", {}).get("add", ())
     if context.get("privileged") or not {"SYS_ADMIN", "CAP_SYS_ADMIN"}.isdisjoint(added):
@@ -94,10 +95,9 @@ _COORDINATOR_SPEC = (
 )
 _COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
 _GPU_CLASS = re.compile(r"nvidia|gpu|cuda|amd|rocm|habana|gaudi|ascend|neuron", re.IGNORECASE)
-"""Matches the names of runtime classes that are only for machines with devices. Other machines may
-lack the handlers for these classes. Runtime classes such as kata and gVisor are not matched,
-because every machine in a cluster has their handlers.
-"""
+"""Matches the names of runtime classes that need a machine with devices. Other machines may lack
+the handlers for these classes. Classes such as kata and gVisor do not match, because every machine
+in a cluster has their handlers."""
 _OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
 """Matches the names of variables that a runtime or a library uses to select devices."""
 _FAST_NETWORKS = (
@@ -105,17 +105,16 @@ _FAST_NETWORKS = (
     "networking.gke.io/interfaces",
     "networking.gke.io/default-interface",
 )
-"""Annotations that make Multus or GKE add fast network interfaces to a pod. They are removed from
-the coordinator's pod. On GKE, this pod would use up interfaces that training pods need. With
-SR-IOV, the network of this pod would not be set up, because the pod does not request an SR-IOV
-device.
-"""
+"""Annotations that make Multus or GKE add fast network interfaces to a pod. The coordinator's pod
+does not get these annotations. On GKE, it would use up interfaces that training pods need. With
+SR-IOV, its network setup would fail, because it does not request an SR-IOV device."""
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
-"""Prefix of annotations whose names end with the name of a container. The API server refuses a pod
-with such an annotation if the pod has no container with this name."""
+"""Prefix of annotations whose names end with the name of a container. If a pod has no container of
+that name, the API server refuses the pod."""
 _OF_A_POD_SET = "kueue.x-k8s.io/podset-"
-"""Prefix of annotations that Kueue uses to place the nodes. They are removed from the coordinator,
-which belongs to a pod set of its own. Kueue refuses a pod with two annotations for the topology."""
+"""Prefix of the annotations by which Kueue places the nodes. The coordinator does not get these
+annotations, because it belongs to a pod set of its own and Kueue refuses a pod with two annotations
+for the topology."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 _DEVICES = ("CharDevice", "BlockDevice", "Socket")
@@ -124,19 +123,18 @@ kubelet would wait for the path."""
 
 
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
-    """Return the coordinator's pod with those parts of podTemplate that its image needs to run.
+    """Return the coordinator's pod with the parts of podTemplate that the image needs to run.
 
-    The coordinator does not need a GPU, so it can run on machines where nodes cannot run. Therefore
-    claims and fast networks are left out. From nodeSelector and from the required node affinity,
-    only keys that begin with kubernetes.io/ are taken, such as the architecture and the operating
-    system.
+    The coordinator does not need a GPU, so it can run on machines where nodes cannot. Claims and
+    fast networks are therefore left out. Of nodeSelector and the required node affinity, only keys
+    that begin with kubernetes.io/ are kept, such as the architecture and the operating system.
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
     if not _GPU_CLASS.search(spec.get("runtimeClassName") or "nvidia"):
         taken["runtimeClassName"] = spec["runtimeClassName"]
     if "securityContext" in taken:
-        # Sysctls are left out, because the kubelet of a machine without devices may not allow them.
+        # Leave out sysctls, because the kubelet of a machine without devices may not allow them.
         taken["securityContext"] = {k: v for k, v in taken["securityContext"].items() if k != "sysctls"}
     selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if key.startswith(_MACHINE_KEYS)}
     if selector:
@@ -146,9 +144,9 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
         taken["affinity"] = {"nodeAffinity": required}
     containers = _coordinator_containers(spec)
     mounted = {mount.get("name") for container in containers for mount in container.get("volumeMounts", ())}
-    # Only volumes that the coordinator mounts are taken. The kubelet would also wait for other
-    # volumes, such as those of a sidecar for a fast network. A volume without a name is kept, so
-    # that the API server reports the mistake.
+    # Take only the volumes that the coordinator mounts. The kubelet would wait for any other volume
+    # too, such as one for the sidecar of a fast network. Keep a volume without a name, so that the
+    # API server reports the mistake.
     if volumes := [v for v in _local_volumes(spec) if v.get("name") in {None, *mounted}]:
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}
@@ -168,10 +166,10 @@ def trainer_of(spec: Mapping[str, Any]) -> Json:
 
 
 def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
-    """Return the terms of the required node affinity, with only the keys kubernetes.io/... in them.
+    """Return the terms of the required node affinity, with only their kubernetes.io/ keys.
 
-    A machine is allowed if it meets one of the terms. A term without such a key would allow every
-    machine, so if there is such a term, the result is empty.
+    A machine is allowed if it meets any of the terms. A term without such keys would allow every
+    machine, so the result is empty if any term has none.
     """
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
@@ -191,8 +189,8 @@ def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
 def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
     """Whether a volume can be mounted only on training machines.
 
-    Such a volume is a device or huge pages, which a container must also request. On any other
-    machine, a pod with the volume would never start.
+    Such a volume is a device, or consists of huge pages, which a container must also request. A pod
+    with the volume would never start on any other machine.
     """
     host, memory = volume.get("hostPath") or {}, (volume.get("emptyDir") or {}).get("medium") or ""
     is_device = host.get("type") in _DEVICES or f"{host.get('path', '')}/".startswith("/dev/")
@@ -200,13 +198,13 @@ def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
 
 
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
-    """Return the coordinator's container with the settings that it takes from the trainer's.
+    """Return the coordinator's container with the settings that it shares with the trainer.
 
-    The coordinator needs some of the trainer's settings, because it runs the same image. The result
-    is a list with this one container, or an empty list if the template has no such settings.
+    The coordinator runs the same image as the trainer, so it needs some of the same settings. The
+    result is a list with this one container, or an empty list if the template has no such settings.
     """
-    # A volume without a name is kept here. The API server refuses it, and the job's condition then
-    # shows the path of the mistake.
+    # Keep a volume without a name. The API server refuses it, and the job's condition then shows
+    # the path of the mistake.
     names = {v.get("name") for v in _local_volumes(spec)}
     trainer = trainer_of(spec)
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}
@@ -215,7 +213,7 @@ def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
     if "env" in container:
         container["env"] = [e for e in container["env"] if not _OF_DEVICES.match(e.get("name") or "")]
     if "volumeMounts" in container:
-        # Mounts with a subPathExpr are left out, because the expression may refer to variables that
+        # Leave out mounts with a subPathExpr, because the expression may refer to variables that
         # only the trainer has.
         mounts = (m for m in container["volumeMounts"] if "subPathExpr" not in m)
         container["volumeMounts"] = [m for m in mounts if m.get("name") in names]

@@ -17,11 +17,11 @@ from ddpjob.objects.service import make_object, metadata
 
 API_VERSION, KIND = "kueue.x-k8s.io/v1beta2", "Workload"
 NODE_SET, COORDINATOR_SET = "node", "coordinator"
-"""Names of the Workload's two pod sets. The first consists of the pods of all slots, including
-spares, and the second of the coordinator's own pod."""
+"""Names of the Workload's two pod sets. The node set contains the pods of all slots, including
+spares. The coordinator set contains the coordinator's own pod."""
 LABEL_SHAPE = "ddpjob.io/queue-shape"
 LABEL_ADDITIONAL = "ddpjob.io/queue-additional"
-"""Label of a Workload that asks only for more pods of an elastic job that already has quota."""
+"""Label of a Workload that requests additional pods for an elastic job with quota."""
 TOPOLOGIES = {"required": ONE_DOMAIN, "preferred": "kueue.x-k8s.io/podset-preferred-topology"}
 """Maps each field of a pod set's topologyRequest to the annotation in podTemplate that sets it."""
 UNCONSTRAINED = "kueue.x-k8s.io/podset-unconstrained-topology"
@@ -37,8 +37,8 @@ _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Json:
     """Build a Workload that asks Kueue for the quota of a job's pods.
 
-    `asked.pods` is the number of the slots' pods. The Workload also includes the coordinator's own
-    pod, unless it asks only for additional pods.
+    `asked.pods` is the number of slot pods. The Workload also includes the coordinator's own pod,
+    unless it asks only for additional pods.
 
     If `asked.least` is not 0, Kueue may admit only some of the pods. Kueue rejects such a Workload
     if it has the annotation for elastic jobs, so the annotation is left out. A Workload without
@@ -64,9 +64,9 @@ def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Js
 
 
 def _topology_request(job: DDPJob) -> Json:
-    """Return the pod set's topologyRequest, as specified by the annotations in podTemplate.
+    """Return the pod set's topologyRequest, according to the annotations in podTemplate.
 
-    With this request, Kueue places pods of consecutive slots in the same topology domain.
+    The request makes Kueue place pods of consecutive slots in the same topology domain.
     """
     given: Json = (job.spec.pod_template.get("metadata") or {}).get("annotations") or {}
     request: Json = {"podIndexLabel": LABEL_INDEX}
@@ -90,7 +90,7 @@ def _priority(job: DDPJob) -> Json:
 
 
 def _pod_set(name: str, pod: Json, number: int) -> Json:
-    """Build a pod set with only those fields of the pod that determine its quota and flavor.
+    """Build a pod set from the fields of a pod that determine the quota and the flavor.
 
     Environment variables are left out, because their values may be confidential.
     """
@@ -114,14 +114,14 @@ def marked(workload: Json, now: datetime, *, condition: str, reason: str, messag
 
 
 _REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
-"""Reasons for an eviction after which Kueue may admit the Workload again at once. After an eviction
-for any other reason, Kueue itself decides when the Workload can be admitted again."""
+"""Reasons for an eviction that let Kueue admit the Workload again at once. After any other
+eviction, Kueue itself decides when to admit the Workload again."""
 
 
 def released(workload: Json, now: datetime) -> Json | None:
     """Return an evicted Workload without its quota, or None if the Workload is not evicted.
 
-    The changes are the same as those that Kueue makes for the kinds of jobs that it manages itself.
+    Kueue makes the same changes for the kinds of jobs that it manages itself.
     """
     known = {c["type"]: c for c in workload["status"].get("conditions") or ()}
     evicted = known.get("Evicted", {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Downtime:
-    """Measures the downtime, which is the time from a break to the next step.
+    """Measures the downtime: the time from a break to the next step.
 
     Until the job's first step is reported, a downtime ends when the next round begins to run.
     """
@@ -30,7 +30,7 @@ class Downtime:
             self._end(now)
 
     def step(self, now: float, running: bool) -> None:
-        """Record that a step was reported, which ends the downtime if a round is running.
+        """Record that a step was reported. If a round is running, the downtime ends.
 
         If the job had not reported a step before, `round_runs` has already ended the downtime. The
         downtime is then measured again, from the same break to this step.

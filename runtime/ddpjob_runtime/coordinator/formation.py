@@ -19,7 +19,7 @@ Example with nodes=8 and min_nodes=6:
     t=0    6 nodes are ready: the first round may begin at t=30
     t=12   all 8 are ready: round 1 begins
     t=900  a node is lost, 7 are ready: Fast begins round 2 immediately, Standard at t=910
-    t=960  the replacement is ready, and makes the group whole. Round 2 has run for longer than
+    t=960  the replacement is ready, and completes the group. Round 2 has run for longer than
            FILL_SECONDS, so it is restarted immediately, and round 3 has 8 nodes
 
 Survivors of the last round are chosen first (`choose`), then the members that have waited longest.

@@ -107,8 +107,8 @@ class HangWatch:
     """Tracks when the next step is overdue, and when to check the ranks.
 
     `hang_after` is the number of seconds without a step after which the round ends as a hang; None
-    means no limit. The time until a round's first report is tracked separately, because loading
-    data may take longer than any step.
+    means no limit. The time to a round's first report is tracked separately, because loading data
+    may take longer than any step.
     """
 
     def __init__(self, hang_after: float | None, hangs: Hangs) -> None:
@@ -206,8 +206,8 @@ class HangWatch:
         return self.since is not None and now >= self.since + self._usual.limit(self._phase)
 
     def suspect(self) -> Suspicion:
-        """Return the results of the checks since the last step, which are empty before the first
-        check.
+        """Return the results of the checks since the last step. Before the first check, these are
+        empty.
         """
         if self._suspicion is None:
             self._suspicion = Suspicion()

@@ -297,7 +297,7 @@ async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list
     """Wait until the report's version differs from the query's `news`, or for `wait` seconds (long
     polling).
 
-    If both parameters are missing, return immediately. Raises ConnectionResetError if the client
+    If either parameter is missing, return immediately. Raises ConnectionResetError if the client
     disconnects.
     """
     news, seconds = _number(query, "news"), _number(query, "wait")

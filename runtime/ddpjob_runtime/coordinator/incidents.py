@@ -21,7 +21,7 @@ next round is delayed.
 
 
 class Incidents:
-    """Keeps the newest incidents, and counts the incidents of each kind."""
+    """Keeps the latest incidents, and counts the incidents of each kind."""
 
     def __init__(self, attempt: int) -> None:
         self.recent: tuple[Incident, ...] = ()
@@ -33,8 +33,8 @@ class Incidents:
     ) -> None:
         """Record a break.
 
-        `details` contains additional fields of the `Incident`. `backoff` is the number of seconds
-        by which this break delays the next round.
+        `details` contains additional fields of the `Incident`. `backoff` is the delay in seconds of
+        the next round.
         """
         incident = Incident(
             self._next_id, time_of(unix_seconds), kind, consequences=consequences, backoff_seconds=backoff, **details

@@ -56,7 +56,7 @@ class Member:
 
     @property
     def has_workers(self) -> bool:
-        """Whether the member may have workers, because it is in a round and is not leaving."""
+        """Whether the member may have workers. It may if it is in a round and is not leaving."""
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
     def count_in(self, tally: Counter[MemberState]) -> None:
@@ -100,7 +100,7 @@ class Member:
         self.round, self.rank, self.drain_by = number, rank, None
 
     def resume(self, number: int, rank: int, has_workers: bool) -> None:
-        """Record which round and rank the member had under an earlier coordinator."""
+        """Record the round and the rank that the member had under an earlier coordinator."""
         self.round, self.rank = number, rank
         if has_workers:
             self._become(MemberState.RUNNING)

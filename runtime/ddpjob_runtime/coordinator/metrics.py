@@ -53,8 +53,8 @@ SAVED = {
     COPY_TIME: "ddpjob_train_copy_timestamp_seconds",
     COPY_BEHIND: "ddpjob_train_copy_behind_seconds",
 }
-"""Metrics from the script that do not appear in ddpjob_progress_metric, because each of them has a
-family of its own.
+"""Metrics from the script that do not appear in ddpjob_progress_metric, because each of them has
+its own family.
 """
 PROGRESS = {
     "epoch": "ddpjob_train_epoch", "step": "ddpjob_train_step", "steps": "ddpjob_train_planned_steps",

@@ -44,7 +44,7 @@ from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, Sta
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, RankLook, ToMember
 
 SETTLE_SECONDS = 0.5
-"""Number of seconds after a break within which the consequences of its cause arrive."""
+"""The consequences of a cause arrive within this many seconds after the break."""
 BUILD_SECONDS = 120.0
 """Maximum number of seconds from `go` until every member has sent `joined`."""
 QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
@@ -52,7 +52,7 @@ QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
 
 
 class RoundOwner(Protocol):
-    """The methods of the sequence of rounds that a single round uses."""
+    """The methods that a round calls on its sequence of rounds."""
 
     @property
     def over(self) -> bool: ...
@@ -444,8 +444,8 @@ class Round:
     # ---- judge
 
     def _judge_if_clear(self) -> None:
-        """Judge the round although some workers have not ended, if the verdict is sure and no
-        member is silent.
+        """If the verdict is sure and no member is silent, judge the round although some workers
+        have not ended.
         """
         if self.judged or self._dump is not None or self._owner.held:
             return

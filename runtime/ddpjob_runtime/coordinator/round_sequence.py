@@ -9,8 +9,8 @@ round can have workers. A member that does not stop its workers in time is fence
 permanently, and the group continues without it. Without this rule, one frozen node would stop the
 job forever.
 
-Round numbers only grow. A reconnecting member learns whether its round is over by comparing its
-number with the latest number. Coordinators of different attempts use different ranges of numbers.
+Round numbers only grow. A reconnecting member compares its round's number with the latest number to
+learn whether the round is over. Coordinators of different attempts use different ranges of numbers.
 
 Example with three nodes, in which node 2's machine loses power:
 
@@ -457,10 +457,10 @@ class Rounds:
         self._loop.changed()
 
     def on_verdict(self, judged: Round, verdict: Verdict, own: bool, ran: float) -> None:
-        """Record the first cause that was found for the break of a round.
+        """Record the first cause of a round's break.
 
-        `own` indicates whether the cause is a failure of the job itself, which delays the next
-        round. `ran` is the number of seconds that the round ran.
+        `own` indicates whether the cause is a failure of the job itself. Such a failure delays the
+        next round. `ran` is the number of seconds that the round ran.
         """
         wait = self.backoff.fail(self._now(), ran) if own else 0.0
         pod, message = verdict.details.get("pod") or "no pod", verdict.details["message"]

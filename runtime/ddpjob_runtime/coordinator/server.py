@@ -199,8 +199,8 @@ class Server:
         self._used: set[str] = set()
 
     def use(self, nonce: str) -> bool:
-        """Mark a nonce as used. If the nonce was used before, the request is a replay, so return
-        False.
+        """Mark a nonce as used. Return False if it was used before, because the request is then a
+        replay.
 
         This method is called only for clients that know the token. After MAX_NONCES nonces, a new
         `instance` is chosen, and all earlier proofs become invalid. Clients learn the new

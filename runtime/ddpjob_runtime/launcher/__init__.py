@@ -1,5 +1,5 @@
 """The main process of a node's container: torchrun, controlled by the coordinator.
 
-The launcher starts the workers of each round, reports the workers' failures, and ends the workers
-when the round is over.
+The launcher starts the workers of each round and reports their failures. It ends the workers when
+the round is over.
 """

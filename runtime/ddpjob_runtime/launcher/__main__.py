@@ -48,10 +48,12 @@ from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import FromMember, Mode
 
 LOST_GRACE = 3.0
-"""How many seconds workers have to save if the coordinator is gone or this launcher fails."""
+"""How many seconds workers get to save their work if the coordinator is gone or this launcher
+fails.
+"""
 REPORT_SECONDS = 15.0
-"""If the entry point cannot start, the launcher waits up to this many seconds for the coordinator,
-so that it can report the failure.
+"""How many seconds the launcher waits for the coordinator if the entry point cannot start, in order
+to report this failure.
 """
 WORKER = str(ddpjob_runtime.WORKER)
 REQUIRED = ("coordinator", "token", "pod", "index", "attempt")
@@ -74,7 +76,7 @@ def main() -> NoReturn:
     except InitFailure as error:
         shutdown.exit(protocol.EXIT_INIT_FAILURE, "InitFailure", str(error))
         raise
-    # The fork server must be forked before any thread is started.
+    # Start the fork server before any thread, because a process with threads must not be forked.
     fork_server, cold = warm_up() if mode == Mode.FAST else (None, "")
     stacks.prepare()
     client.neighbours = watch_neighbours(
@@ -93,7 +95,8 @@ def main() -> NoReturn:
     shutdown.clean_up = clean_up
     watch_signals(lambda number: on_signal(number, client, shutdown))
     shutdown.close_client = client.close
-    # Without this variable, a replaced node would never find the store of rank 0.
+    # Without this variable, rank 0 would publish its store's address only once, and a replacement
+    # node would never find the store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
     if preflight is not None:
@@ -118,8 +121,9 @@ def main() -> NoReturn:
 
 
 def grace_seconds() -> float:
-    """Return how many seconds workers have between SIGTERM and SIGKILL. The number is the pod's
-    grace period minus two seconds, which the launcher itself needs.
+    """Return how many seconds workers have between SIGTERM and SIGKILL.
+
+    The launcher itself needs two seconds of the pod's grace period. Workers get the rest.
     """
     text = JobEnvironment.read().grace_seconds or "30"
     try:
@@ -139,7 +143,7 @@ def recovery_mode() -> Mode:
 
 
 def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
-    """Return a client for the coordinator. It connects only when it is started."""
+    """Return a client for the coordinator. The client does not connect until it is started."""
     job = JobEnvironment.read()
     missing = [name for name in REQUIRED if not getattr(job, name)]
     if missing:
@@ -182,7 +186,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
 def on_signal(number: signal.Signals, client: MemberClient, shutdown: Shutdown) -> None:
     """End the launcher, because its pod was asked to stop.
 
-    The coordinator is notified first. Then the workers get the pod's grace period.
+    First notify the coordinator. Then give the workers the pod's grace period to end.
     """
     why = f"asked to stop by {number.name}"
     shutdown.exit(
@@ -205,15 +209,15 @@ def torchrun(
     data: Any = None,
     code: Any = None,
 ) -> None:
-    """Run torchrun, with the launcher's agent and entry point, until all nodes are done."""
+    """Run torchrun until all nodes are done, but with the launcher's own agent and entry point."""
     run = require_torchrun()
     divert_loggers(log)
     parsed = parse(run, arguments)
     if not parsed.run_path and code is None:
         check_entry_point(parsed)
     if str(parsed.nproc_per_node).isdigit():
-        # All nodes have the same number of workers. So torchrun's agents need not exchange these
-        # numbers. Without an exchange, a dying node cannot block the other nodes.
+        # All nodes have the same number of workers, so torchrun's agents do not need to exchange
+        # these numbers. During such an exchange, a dying node could block the others.
         os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     client.wait_welcome()
     if client.done:
@@ -243,7 +247,7 @@ def torchrun(
 
 
 def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown) -> None:
-    """Wait for this node's check. If the check has found a problem, end the launcher."""
+    """Wait for this node's check, and end the launcher if the check has found a problem."""
     try:
         problem = preflight.node_problem(lambda: shutdown.begun or client.done)
     except Abandoned:
@@ -256,8 +260,8 @@ def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown
 def data_to_fetch() -> Any:
     """Return the settings of storage.data.url; None if it is not set.
 
-    Call this before any other process is started, because it removes the bucket's credentials from
-    the environment. Raises InitFailure.
+    This function removes the bucket's credentials from the environment, so call it before starting
+    any other process. Raises InitFailure if the settings are invalid.
     """
     if not JobEnvironment.read().data_url:
         return None
@@ -273,8 +277,8 @@ def data_to_fetch() -> Any:
 def code_to_fetch() -> Any:
     """Return the settings of code.archive; None if it is not set.
 
-    Call this before any other process is started, because it removes the bucket's credentials from
-    the environment. Raises InitFailure.
+    This function removes the bucket's credentials from the environment, so call it before starting
+    any other process. Raises InitFailure if the settings are invalid.
     """
     if not JobEnvironment.read().code_url:
         return None
@@ -288,7 +292,7 @@ def code_to_fetch() -> Any:
 
 
 def fetch_code(code: Any, client: MemberClient, shutdown: Shutdown) -> None:
-    """Fetch code.archive into its folder, before the launcher looks for the program there.
+    """Fetch code.archive into its folder. The launcher looks for the program there afterwards.
 
     The connection to the coordinator stays open during the fetch.
     """
@@ -298,7 +302,7 @@ def fetch_code(code: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
 
 def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
-    """Fetch storage.data.url into its folder. There is no time limit.
+    """Fetch storage.data.url into its folder, however long it takes.
 
     The connection to the coordinator stays open during the fetch.
     """
@@ -319,8 +323,8 @@ def data_note(client: MemberClient) -> Callable[[str], None]:
 def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
     """Run a fetch to completion.
 
-    BucketRefusal fails the job, as an InitFailure. Unfit ends only this node, because the node's
-    disk cannot hold the files.
+    BucketRefusal becomes an InitFailure, which fails the job. Unfit means that this node's disk
+    cannot hold the files, so only this node ends.
     """
     from ddpjob_runtime.launcher.fetch_data import FetchAbandoned, Unfit
     from ddpjob_runtime.launcher.s3_reader import BucketRefusal
@@ -338,13 +342,12 @@ def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
 def warm_up() -> tuple[Any, str]:
     """Import torch and start the fork server.
 
-    Return (fork server, why workers cannot be forked). One of the two values is always missing: the
-    fork server is None, or the reason is empty. If the image has no torch, the launcher ends later,
-    when it imports torchrun.
+    Return the fork server and an empty string. If workers cannot be forked, return None and the
+    reason instead. If the image has no torch, the launcher ends later, when it imports torchrun.
     """
     if "OMP_NUM_THREADS" not in os.environ and processes_per_node() > 1:
-        # torchrun also sets this value, but later. torch reads the value when torch is imported,
-        # which happens below.
+        # torchrun also sets this variable, but too late: torch reads it when torch is imported, and
+        # that happens below.
         os.environ["OMP_NUM_THREADS"] = "1"
     if not hasattr(os, "fork"):
         return None, "this system cannot fork"
@@ -358,23 +361,25 @@ def warm_up() -> tuple[Any, str]:
 
 
 def processes_per_node() -> int:
-    """Return the value of --nproc-per-node; 1 if it is not a number."""
+    """Return the number given with --nproc-per-node; 1 if it is not a number."""
     found = re.findall(r"--nproc[-_]per[-_]node[= ](\d+)", torchrun_options())
     return int(found[-1]) if found else 1
 
 
 def torchrun_options() -> str:
-    """Return the arguments before `--`, which belong to torchrun itself.
+    """Return torchrun's own arguments, which come before `--`.
 
-    The script's arguments follow after `--`. These are left out, because a script's argument may
-    have the same name as an argument of torchrun.
+    The script's arguments come after `--` and are left out, because one of them may have the same
+    name as an argument of torchrun.
     """
     options = sys.argv[1:]
     return " ".join(options[: options.index("--")] if "--" in options else options)
 
 
 def why_cold(parsed: Any) -> str:
-    """Return why workers cannot be forked with these arguments; empty if they can be."""
+    """Return the reason why workers cannot be forked with these arguments; empty if they can be
+    forked.
+    """
     if parsed.no_python:
         return "with --no-python, every worker starts a separate program; specify a Python script or module"
     if parsed.run_path:
@@ -385,7 +390,8 @@ def why_cold(parsed: Any) -> str:
 def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
     """Make torchrun get its workers from the fork server.
 
-    Return why this version of torch does not allow that; empty if it does.
+    If this version of torch makes that impossible, return the reason; otherwise, return an empty
+    string.
     """
     from ddpjob_runtime.launcher import forkserver
 
@@ -399,13 +405,13 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
 def require_torchrun() -> Any:
     """Import and return torch.distributed.run.
 
-    Raises InitFailure if the image has no usable torchrun. A retry would not help then.
+    Raises InitFailure if the image has no usable torchrun, because a retry would not help.
     """
     try:
         with lean_torch.for_rendezvous():  # In Fast mode, all of torch was already imported.
             run = import_torchrun()
             lacks = torch_parts.missing()
-    # These errors include OSError, which is raised if a library of CUDA is missing.
+    # The import can fail in many ways. If a CUDA library is missing, the error is an OSError.
     except Exception as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
             raise  # This node has a temporary problem. An error about a missing library has no errno.
@@ -422,12 +428,13 @@ def require_torchrun() -> Any:
 def parse(run: Any, arguments: list[str]) -> Any:
     """Parse the launcher's arguments as torchrun does.
 
-    Raises InitFailure if torchrun rejects the arguments. The job's manifest must then be corrected.
+    Raises InitFailure if torchrun rejects the arguments, because the job's manifest must be
+    corrected.
     """
     parser = run.get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        # The arguments may be too long for the job's status.
+        # Log the arguments here, because they may be too long for the job's status.
         log("arguments of torchrun: {}".format(" ".join(arguments)))
         raise InitFailure(f"torchrun rejects its arguments: {message}; correct spec.torchrunArgs")
 
@@ -443,7 +450,7 @@ def parse(run: Any, arguments: list[str]) -> Any:
 
 
 def check_entry_point(parsed: Any) -> None:
-    """Raise InitFailure if the program that torchrun is to run cannot be found."""
+    """Raise InitFailure if the program that torchrun should run cannot be found."""
     if parsed.no_python:
         check_command(parsed.training_script)
     elif parsed.module:
@@ -453,7 +460,7 @@ def check_entry_point(parsed: Any) -> None:
 
 
 def patch_torch(client: MemberClient, shutdown: Shutdown, mode: Mode, preflight: NodePreflight | None) -> None:
-    """Replace torchrun's agent, entry point and signal handler with those of the launcher."""
+    """Replace torchrun's agent, entry point and signal handler with the launcher's own."""
     from ddpjob_runtime.launcher import agent, rendezvous
 
     configs: list[Any] = []
@@ -486,7 +493,7 @@ def patch_torch(client: MemberClient, shutdown: Shutdown, mode: Mode, preflight:
 
 
 def run_worker(parsed: Any) -> None:
-    """Make torchrun start worker.py, which in turn starts the program that the arguments name."""
+    """Make torchrun start worker.py, which then starts the program that the arguments name."""
     if not parsed.run_path:
         kind = "--exec" if parsed.no_python else "--module" if parsed.module else "--script"
         parsed.training_script_args = [kind, parsed.training_script, *parsed.training_script_args]
@@ -500,8 +507,8 @@ def classify(error: BaseException) -> tuple[str, int]:
     this node.
     """
     if "torch.distributed.elastic.rendezvous.api" not in sys.modules:
-        # torch is not imported, so there was no rendezvous yet. Importing torch here might raise
-        # the same error again.
+        # torch has not been imported, so there has been no rendezvous. Importing torch here might
+        # raise the same error again.
         return "Error", 1
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous.api import RendezvousError

@@ -1,17 +1,17 @@
 """torchrun's elastic agent, controlled by the coordinator: reports failures and obeys `restart`.
 
 torchrun alone would restart its workers when it sees a failure, wait 30 s for a hung worker, and
-leave the workers' child processes behind. Here the coordinator decides when to restart, and the
-workers of a round are gone before the next round begins:
+leave the workers' child processes behind. Here, the coordinator decides when to restart, and the
+workers of one round are gone before the next round begins:
 
-- A worker's failure is reported immediately, with its error file. Workers that this launcher has
-  ended are not reported, because their errors are consequences.
-- When the coordinator sends `restart`, the launcher stops all workers and their sessions with
-  SIGTERM, and with SIGKILL after the grace period. The launcher then waits until the kernel has
-  removed these processes, because they may hold the device. In a planned restart, workers have the
-  pod's grace period to save a checkpoint.
-- A worker that exits with EXIT_STEPPED_ASIDE has saved a checkpoint. The launcher then waits until
-  the node's other workers have ended, too.
+- A worker's failure is reported immediately, together with its error file. If this launcher has
+  ended a worker itself, the worker's errors are consequences and are not reported.
+- When the coordinator sends `restart`, the launcher sends SIGTERM to all workers and their
+  sessions, and SIGKILL after the grace period. It then waits until the kernel has removed these
+  processes, because they may hold the device. In a planned restart, the grace period is that of the
+  pod, so that workers can save a checkpoint.
+- If a worker exits with EXIT_STEPPED_ASIDE, it has saved a checkpoint. The launcher then waits for
+  the node's other workers to end, too.
 
 Example: rank 5 fails on node 1. Node 1 reports the ValueError and ends its other workers. Nodes 0
 and 2 get `restart` and stop their workers within 0.3 s (Fast mode). All three nodes then send
@@ -58,42 +58,45 @@ ABORTED = (
     ": a library aborted the process; the reason is at the end of the pod's log. With GPUs, the library is "
     "usually NCCL, whose watchdog aborts if a device fails or a collective times out"
 )
-"""Added to a worker's error message if SIGABRT ended the worker without an exception. In this case,
-only the worker's output shows the reason."""
+"""Added to a worker's error message if SIGABRT ended the worker before it could raise an exception.
+In this case, the reason is only in the worker's output.
+"""
 STAYED = " (its process was still running 10 s later, and was killed)"
-"""Added to a worker's error message if its program had failed, but its process had to be ended by
-the alarm that worker.py sets."""
+"""Added to a worker's error message if the worker's program had failed, but its process stayed
+until the alarm set by worker.py ended it.
+"""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
-"""The error that torch's DataLoader raises in a worker if one of the DataLoader's processes was
-killed."""
+"""The error that torch's DataLoader raises in a worker when one of the DataLoader's own processes
+is killed.
+"""
 GONE_SECONDS = 60.0
-"""How many seconds workers can take to exit after SIGKILL. The kernel needs time to release a
+"""How many seconds workers may take to exit after SIGKILL. The kernel needs time to release a
 device or a large amount of memory.
 """
 TRACKER_SECONDS = 1.0
-"""How many seconds resource trackers can take to exit by themselves. Trackers that take longer are
-killed, because a tracker does not exit while a process outside its session uses it.
+"""How many seconds resource trackers may take to exit by themselves. A slower tracker is killed,
+because a process outside its session may be using the tracker, which would then stay.
 """
 _COUNTS_PER_ATTEMPT = 1000
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""Sequences that control a terminal. The error messages of torch contain bold words, and those of
-other packages contain colours. The messages are also shown where there is no terminal.
+"""Sequences that control a terminal, for example to show torch's error messages in bold. They are
+removed, because the messages are also shown where there is no terminal.
 """
 LAST_SECONDS = 3.0
-"""How many seconds workers can take to exit after SIGKILL if this launcher itself is ending.
+"""How many seconds workers may take to exit after SIGKILL if this launcher itself is ending.
 Processes that take longer are killed together with the container.
 """
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
-"""Seconds between SIGTERM and SIGKILL for the workers of a broken round. The workers need no more
-time, because their current step can no longer be completed.
+"""Seconds between SIGTERM and SIGKILL for the workers of a broken round. More time would not help,
+because their current step can no longer be completed.
 """
 
 
 class CoordinatedAgent(LocalElasticAgent):
     """torchrun's agent, changed so that the coordinator controls it.
 
-    `parameters()` returns the parameters of torchrun's own rendezvous, which is used in Standard
-    mode. The remaining arguments come from torchrun.
+    `parameters()` returns the parameters of torchrun's own rendezvous, which Standard mode uses.
+    The remaining arguments come from torchrun.
     """
 
     def __init__(
@@ -111,14 +114,14 @@ class CoordinatedAgent(LocalElasticAgent):
         self._round: int | None = None
         self._remaining_restarts: int
         self._grace = RESTART_GRACE[mode]
-        # The exit codes of workers that this launcher has not ended, by local rank.
+        # Maps local ranks to the exit codes of workers that this launcher did not end.
         self._ended: dict[int, int] = {}
-        # The exit codes of programs that have failed, although their processes have not ended yet.
+        # Maps local ranks to the exit codes of failed programs whose processes have not ended yet.
         self._ending: dict[int, int] = {}
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
-        # The vitals that the last check has read, by each worker's pid.
+        # Maps the pid of each worker to its vitals as of the last check.
         self._vitals: dict[int, Vitals] = {}
         self._looks = threading.Lock()
         client.on_dump, client.on_look, client.on_hurry = self._dump, self._look, self._hurry
@@ -136,8 +139,7 @@ class CoordinatedAgent(LocalElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 break
-            # A node died after the rendezvous, before that node had written its first key to the
-            # store.
+            # A node died after the rendezvous and before writing its first key to the store.
             except dist.DistStoreError as error:
                 log(f"the round broke ({str(error)[:200]}); waiting for the next one")
         self._round = worker_group.spec.rdzv_handler.number
@@ -147,13 +149,13 @@ class CoordinatedAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self._node_shutdown.block_if_begun()
         assert self._round is not None
-        # Scripts and stores use TORCHELASTIC_RESTART_COUNT, so it must be equal on all nodes, even
-        # on nodes that joined at different times.
+        # Scripts and stores use TORCHELASTIC_RESTART_COUNT, so it must be the same on all nodes,
+        # even if they joined at different times.
         self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
         os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
         self._oom_kills = oom.oom_kills()
         pids: Any = {}
-        # The shutdown waits for this lock, so no code in this block may wait for the shutdown.
+        # The shutdown waits for this lock, so code in this block must not wait for the shutdown.
         with self._node_shutdown.starting:
             if not self._node_shutdown.begun:
                 self._ended, self._ending, self._grace = {}, {}, RESTART_GRACE[self._mode]
@@ -173,7 +175,7 @@ class CoordinatedAgent(LocalElasticAgent):
                 seen.append(True)
                 self._note_ended(context)
             if self._end_workers(context, death_sig or signal.SIGTERM):
-                # The workers have ended, so this only closes the log files.
+                # The workers have already ended, so `close` now only closes the log files.
                 close(death_sig, self._grace)
 
         context.close = close_with_grace
@@ -189,7 +191,7 @@ class CoordinatedAgent(LocalElasticAgent):
     def _let_step_aside(self, handlers: Any) -> None:
         """Wait for the node's other workers to end, because they may still be saving.
 
-        This wait is limited to the pod's grace period.
+        Wait no longer than the pod's grace period.
         """
         deadline = time.monotonic() + self._node_shutdown.grace_seconds
         while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers.values()):
@@ -199,11 +201,13 @@ class CoordinatedAgent(LocalElasticAgent):
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
         """Stop the workers, and return whether they and their children have ended.
 
-        The workers get SIGTERM, and SIGKILL after the grace period. This method waits until all
-        these processes have ended, because new workers must not start while a process of an earlier
-        round still holds the device. torch waits differently. After SIGKILL, torch 2.6 waits for
-        workers forever, and torch 2.15 waits only for the length of the grace period. torch never
-        waits for the workers' children.
+        The workers get SIGTERM first, and SIGKILL after the grace period. This method then waits
+        until all these processes have ended, because a process of an earlier round may still hold
+        the device that new workers need.
+
+        torch's own method is not enough, because it never waits for the workers' children. After
+        SIGKILL, torch 2.6 waits for the workers forever, and torch 2.15 waits only for the length
+        of the grace period.
         """
         handlers = list(context.subprocess_handlers.values())
         for handler in handlers:
@@ -229,7 +233,7 @@ class CoordinatedAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _hurry(self, number: int) -> None:
-        """Kill the workers in a planned restart, without waiting until they have saved.
+        """Kill the workers during a planned restart, instead of waiting for them to save.
 
         They can no longer save, because a peer was lost.
         """
@@ -251,7 +255,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._node_shutdown.block_if_begun()
         if result.state == WorkerState.FAILED:
             self._report(self._pcontext, self._round, _ranks(worker_group))
-            # torchrun must not give up here, because the operator counts the restarts.
+            # The operator counts the restarts, so torchrun must never give up by its own count.
             self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.UNHEALTHY:
             self._remaining_restarts = max(self._remaining_restarts, 1)
@@ -275,11 +279,11 @@ class CoordinatedAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _report(self, context: Any, number: Any, ranks: dict[int, int]) -> None:
-        """Report the workers that have ended without being stopped by this launcher.
+        """Report the workers that ended without being stopped by this launcher.
 
-        A worker whose error file has an exception is reported even if its process still waits for a
-        thread or a device. A worker with exit code 0 is also reported, because its exit may explain
-        the errors of its peers.
+        A worker is also reported if its error file contains an exception while its process still
+        waits for a thread or a device. A worker with exit code 0 is reported because its exit may
+        explain the errors of its peers.
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):
@@ -338,8 +342,8 @@ class CoordinatedAgent(LocalElasticAgent):
             local = {worker.global_rank: pids[worker.local_rank] for worker in workers}
             before, now = self._vitals, read_vitals(local.values())
             texts = stacks.collect(local, record)
-            # The next check must compare with the counters from now on, because workers become
-            # active when they write their stacks.
+            # Read the counters again for the next check, because writing the stacks has made the
+            # workers active.
             self._vitals = read_vitals(local.values())
         share = protocol.MAX_LOOKS // max(1, len(local))
         self._client.send(
@@ -348,7 +352,7 @@ class CoordinatedAgent(LocalElasticAgent):
             ranks=[
                 {
                     "rank": rank,
-                    # Keep the beginning of the text, because it has the innermost frames.
+                    # The innermost frames are at the beginning of the text.
                     "text": text[:share],
                     "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
                     **now[pid].since(before.get(pid)),
@@ -359,20 +363,21 @@ class CoordinatedAgent(LocalElasticAgent):
         )
 
     def _exit_barrier(self) -> None:
-        """Do nothing. `_monitor_workers` has already waited for the other nodes.
+        """Do nothing, because `_monitor_workers` has already waited for the other nodes.
 
-        torchrun's own barrier would not notice that a peer was lost.
+        torchrun's own barrier would not notice the loss of a peer.
         """
 
 
 def restarts_before(number: int) -> int:
     """Return TORCHELASTIC_RESTART_COUNT for the round `number`.
 
-    Workers use the count to find each other in the store, so the count must be equal on all nodes.
-    Therefore the count depends only on the round's number. In every round after a restart, the
-    count is greater than 0, because scripts use it to decide whether to resume. A count is never
-    used twice, because torchrun empties the log folder of a repeated count. With each coordinator
-    that takes over, the count grows by a thousand.
+    Workers use the count to find each other in the store. It depends only on the round's number,
+    and is therefore the same on all nodes.
+
+    Scripts use the count to decide whether to resume, so it is greater than 0 in every round after
+    a restart. It is never the same for two rounds, because torchrun empties the log folder of a
+    repeated count. It grows by a thousand with each coordinator that takes over.
     """
     attempt, number_of_attempt = divmod(number, NUMBERS_PER_ATTEMPT)
     return _COUNTS_PER_ATTEMPT * attempt + number_of_attempt - 1
@@ -381,16 +386,19 @@ def restarts_before(number: int) -> int:
 def _ask_to_end(handler: Any, number: signal.Signals) -> None:
     """Send the signal to a worker, and in most cases also to the worker's children.
 
-    If the worker runs the same Python as the launcher and handles the signal, only the worker gets
-    the signal. The worker's data-loader processes must survive until the worker has completed its
-    step and saved. They are killed once the worker has exited. All other workers get the signal
-    together with their children, just as in torchrun. For example, a shell with a trap may be
-    waiting for the training that it started. Raises ProcessLookupError if the worker has exited.
+    Only the worker itself gets the signal if it handles the signal and runs the same Python as the
+    launcher. Such a worker needs its data-loader processes until it has completed its step and
+    saved. Those processes are killed after the worker has exited.
+
+    All other workers get the signal together with their children, as in torchrun. For example, a
+    shell with a trap may be waiting for the training process that it started.
+
+    Raises ProcessLookupError if the worker has exited.
     """
     try:
         pid = handler.proc.pid
         alone = stacks.catches(pid, number) and Path(f"/proc/{pid}/exe").samefile("/proc/self/exe")
-    # There is no /proc, the process has ended, or its program is hidden from this user.
+    # There is no /proc, the process has ended, or this user may not see which program it runs.
     except OSError:
         alone = False
     if alone:
@@ -402,13 +410,13 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
 def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
     """Send SIGKILL to the workers' processes, and return the pids of those that have not ended yet.
 
-    Every worker leads its own session, whose processes are killed with it. With `spare_trackers`,
-    Python's resource trackers are not killed. A tracker removes the files that killed processes
-    have left in /dev/shm. It ends by itself once all processes that use it have ended.
+    Each worker leads a session of its own, and all processes in that session are killed. With
+    `spare_trackers`, Python's resource trackers survive. A tracker removes the files that killed
+    processes have left in /dev/shm. It ends by itself once no process uses it.
     """
     left = set()
     for pid in _processes_of(set(context.pids().values())):
-        # Processes of other users cannot be killed.
+        # Another user's process cannot be killed.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, 0 if spare_trackers and _is_tracker(pid) else signal.SIGKILL)
             left.add(pid)
@@ -416,12 +424,13 @@ def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
 
 
 def _processes_of(sessions: set[int]) -> list[int]:
-    """Return the pids of these sessions' processes that run or still hold resources."""
+    """Return the pids of all processes in these sessions that run or still hold resources."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # This process has just ended.
+        with contextlib.suppress(OSError):  # The process has just ended.
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            # A zombie holds no resources, unless other threads of its process are still running.
+            # A zombie holds no resources unless other threads of the same process are still
+            # running.
             if int(session) in sessions and (state not in "ZX" or len(list((folder / "task").iterdir())) > 1):
                 found.append(int(folder.name))
     return found
@@ -434,13 +443,13 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _error_files(context: Any) -> dict[int, str]:
-    """Return the path of each worker's error file, by the worker's local rank."""
+    """Map the local rank of each worker to the path of its error file."""
     files: dict[int, str] = getattr(context, "error_files", {})
     return files
 
 
 def _ranks(worker_group: Any) -> dict[int, int]:
-    """Return the global rank of each worker, by the worker's local rank."""
+    """Map the local rank of each worker to its global rank."""
     return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
 
@@ -450,13 +459,13 @@ def _find_running(handlers: list[Any]) -> set[int]:
 
 
 def _wait(handlers: list[Any], until: float) -> None:
-    """Wait until all workers have ended, or until the time `until` (monotonic seconds)."""
+    """Wait until all workers have ended, or until the monotonic time `until`."""
     while time.monotonic() < until and _find_running(handlers):
         time.sleep(POLL_SECONDS)
 
 
 def rendezvous_parameters(config: Any) -> Any:
-    """Return the rendezvous parameters that torchrun itself would build from its arguments."""
+    """Return the rendezvous parameters that torchrun would build from the same configuration."""
     return RendezvousParameters(
         config.rdzv_backend,
         config.rdzv_endpoint,
@@ -478,11 +487,11 @@ def send_failure(
     error_file: str,
     kernel_killed: bool,
 ) -> None:
-    """Report to the coordinator a worker that this launcher has not ended.
+    """Report to the coordinator a worker that ended without being stopped by this launcher.
 
-    The report contains the content of the worker's error file. `kernel_killed` indicates whether
-    the kernel has killed a process in the container to free memory. That process may be this worker
-    or a different one.
+    The report includes the content of the worker's error file. `kernel_killed` is true if the
+    kernel has killed any process in the container to free memory. That process need not be this
+    worker.
     """
     error = read_error_file(error_file)
     message = error.message
@@ -507,7 +516,7 @@ def send_failure(
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal that killed a process; None if it exited on its own."""
+    """Return the name of the signal that killed a process; None if no signal did."""
     if code >= 0:
         return None
     try:
@@ -520,9 +529,9 @@ def signal_name(code: int) -> str | None:
 class ErrorFile:
     """A worker's own record of why it failed.
 
-    `init` means that the worker had not begun to train, and that a retry would not help. If the
-    program ended with this error, `exit_code` is the program's exit code. If the program might have
-    caught the error and continued, `exit_code` is None.
+    `init` means that the worker failed before it began to train, and that a retry would not help.
+    `exit_code` is the program's exit code if the error ended the program; None if the program might
+    have caught the error and continued.
     """
 
     message: str = ""
@@ -535,8 +544,8 @@ class ErrorFile:
 def read_error_file(path: str) -> ErrorFile:
     """Read the error file that a worker has written for torchrun.
 
-    The time of the error is the file's modification time, because the time recorded in the file has
-    only whole seconds.
+    The error's time is the modification time of the file. The time inside the file has only whole
+    seconds.
     """
     file = Path(path)
     if not file.is_file():

@@ -21,15 +21,15 @@ def check_script(script: str) -> None:
     where = f"{script!r} (working directory {Path.cwd()})"
     unreadable = f"script {where} cannot be read by user {os.getuid()}; make the file and its folders readable"
     try:
-        # If a parent folder is not readable, Path.exists() raises an error in some versions of
-        # Python, and returns False in others.
+        # Path.exists() is not reliable if a parent folder cannot be read: some versions of Python
+        # raise an error, and others return False.
         path.stat()
         lacks_main = path.is_dir() and not (path / "__main__.py").is_file()
     except PermissionError:
         raise InitFailure(unreadable) from None
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            # The script might exist, because the error shows a problem of this node or its volume.
+            # This error is a problem of the node or its volume, so the script might exist.
             raise
         raise InitFailure(
             f"script {where} does not exist; correct the path, or put the file into the image or a volume"
@@ -41,7 +41,10 @@ def check_script(script: str) -> None:
 
 
 def check_command(command: str) -> None:
-    """Raise InitFailure unless the command is on PATH or is the path of a program (--no-python)."""
+    """Raise InitFailure unless the command is on PATH or is the path of a program.
+
+    With --no-python, torchrun runs such a command instead of a Python script.
+    """
     if shutil.which(command) is None:
         raise InitFailure(
             "command {!r} is neither an executable file nor on PATH ({})".format(command, os.environ.get("PATH", ""))
@@ -49,9 +52,10 @@ def check_command(command: str) -> None:
 
 
 def check_module(name: str) -> None:
-    """Raise InitFailure unless `python -m NAME` would find a module or a package with a __main__.
+    """Raise InitFailure unless `python -m NAME` would work.
 
-    Parent packages are not imported.
+    NAME must be a module, or a package that contains a __main__.py. Parent packages are not
+    imported.
     """
     cwd = str(Path.cwd())
     if cwd not in sys.path and not getattr(sys.flags, "safe_path", False):
@@ -72,9 +76,8 @@ def check_module(name: str) -> None:
 def _missing_part(name: str, placeholders: list[str]) -> str:
     """Return what is wrong with a dotted module name; empty if the module can be found.
 
-    The import system expects parent packages in sys.modules. Instead of importing these packages,
-    this function puts placeholders into sys.modules. The names of the placeholders are added to
-    `placeholders`.
+    The import system expects parent packages in sys.modules. To avoid importing them, this function
+    adds placeholders to sys.modules, and adds the placeholders' names to `placeholders`.
     """
     path: list[str] | None = None
     parts = name.split(".")

@@ -3,15 +3,16 @@
 A round continues without its coordinator, so a broken connection must neither stop the workers nor
 lose information for the coordinator.
 
-- The coordinator's name is resolved at each attempt, because a new coordinator has a new address.
-  Before a hello, the coordinator proves that it knows the job's token.
-- Lines that cannot be sent wait for the next welcome. Notes are part of every hello. If this node
-  reconnects to the same coordinator, it resends the current round's failures, because the broken
-  connection may have lost these lines.
+- The coordinator's name is resolved for each attempt to connect, because a new coordinator has a
+  new address. Before this node says hello, the coordinator proves that it knows the job's token.
+- Lines that cannot be sent wait for the next welcome. Every hello includes the notes. If this node
+  reconnects to the same coordinator, it sends the current round's failures again, because the
+  broken connection may have lost them.
 - In Standard mode, a node gives up after RECONNECT_SECONDS. In Fast mode, a node with workers never
-  gives up; a node without workers gives up after torchrun's join timeout.
-- In Fast mode, a coordinator that was replaced may still be running. So `_look` checks whether the
-  coordinator's name leads to a later coordinator, and `_place` never goes back to an earlier one.
+  gives up, and a node without workers gives up after torchrun's join timeout.
+- In Fast mode, a coordinator that was replaced may still be running. Therefore, `_look` checks
+  whether the coordinator's name leads to a later coordinator, and `_place` never goes back to an
+  earlier one.
 
 Example, in Fast mode: the coordinator's pod is replaced. The connection breaks, attempts fail for 8
 s, and the hello to the new pod reports round 7, rank 2, Running. The workers have not noticed
@@ -40,26 +41,27 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
-"""Seconds between two checks of whether the coordinator's name already leads to a later
-coordinator. If a coordinator's host was unreachable, the coordinator may have been replaced
-although it is still running.
+"""Seconds between checks of whether the coordinator's name leads to a later coordinator. A
+coordinator on an unreachable host may have been replaced while it is still running.
 """
 FIRST_SECONDS = 60.0
 """Number of seconds without a coordinator after which attempts to connect become less frequent."""
 MAX_UNSENT = 1000
 """Maximum number of lines that wait for a connection. The limit is high because a node reports the
-failure of each of its ranks, and any of these failures may be the first cause.
+failure of each of its ranks, and any of these may be the first cause.
 """
 SHORT_MESSAGE = 300
-"""A failure message that is shortened to this many characters fits into one packet on every link.
+"""Maximum number of characters in a short failure message. Such a message fits into one packet on
+every link.
 """
 GOODBYE_SECONDS = 1.0
 
 
 class MemberClient:
-    """The launcher's connection to the coordinator. A broken connection is replaced by a new one.
-    If the coordinator refuses or stops this node, or if there is no coordinator, this process has
-    to end. In these cases, `on_end(exit_code, kind, message)` is called on the client's thread.
+    """The launcher's connection to the coordinator, which is renewed whenever it breaks.
+
+    This process must end if the coordinator refuses or stops this node, or if there is no
+    coordinator. In these cases, the client's thread calls `on_end(exit_code, kind, message)`.
     """
 
     def __init__(
@@ -78,23 +80,23 @@ class MemberClient:
         self._token = token
         self._mode, self._join_seconds, self._reconnect_seconds = mode, join_seconds, protocol.RECONNECT_SECONDS
         self._idle_since: float | None = time.monotonic()
-        """When this node began to need a coordinator (monotonic seconds); None while its workers
-        run.
+        """The monotonic time at which this node began to need a coordinator; None while the node's
+        workers are running.
         """
         self._place, self._outdated = (-1, -1), False
-        """Generation and attempt of the latest coordinator known to this node. The client never
-        connects to an earlier coordinator.
+        """Generation and attempt of the latest coordinator that this node knows. The client never
+        connects to an earlier one.
         """
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[tuple[str, dict[str, Any]]] = []
         self._notes: dict[str, str] = {}
-        """The last note of each kind. Every hello contains all notes, because a later coordinator
-        does not know them, and because a broken link may have lost some of them.
+        """The latest note of each kind. Every hello includes all of them, because a later
+        coordinator does not know them and a broken link may have lost some.
         """
         self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
-        """The failures of this node in the current round. Each is stored with the generation and
-        attempt of the coordinator that it was sent to.
+        """This node's failures in the current round, each with the generation and attempt of the
+        coordinator to which it was sent.
         """
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
@@ -118,14 +120,15 @@ class MemberClient:
         self.on_record: Callable[[dict[str, Any]], None] = lambda line: None
 
     def start(self) -> None:
-        """Start the threads that connect, and return immediately."""
+        """Start the threads that maintain the connection, and return immediately."""
         with contextlib.suppress(OSError):
-            # glibc reads the environment at the first lookup of a name. If the first lookup were in
-            # a thread, the process could crash, because a variable may be set at the same time.
+            # glibc reads the environment at the first lookup of a name. In a thread, that lookup
+            # could crash the process, because another thread may set a variable at the same time.
             socket.getaddrinfo("localhost", None)
         self._thread.start()
         threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
-        # In Standard mode, the name of the coordinator is different in each generation.
+        # Only Fast mode needs this thread. In Standard mode, each generation's coordinator has a
+        # different name.
         if self._mode == Mode.FAST:
             threading.Thread(target=self._guard, args=(self._look,), name="ddpjob-lookup", daemon=True).start()
 
@@ -140,22 +143,28 @@ class MemberClient:
             return self.changed.wait_for(lambda: self.welcomed or self.done, seconds)
 
     def must_restart(self, number: int | None) -> bool:
-        """Whether the coordinator has ended round `number`, so that workers must be restarted."""
+        """Whether the coordinator has ended round `number`, which means that workers must be
+        restarted.
+        """
         return number is not None and self._restart_round >= number
 
     def is_planned(self, number: int | None) -> bool:
-        """Whether round `number` was ended without a loss, so that its workers can still save."""
+        """Whether round `number` was ended on purpose and without a loss, so that its workers can
+        still save.
+        """
         return self.must_restart(number) and self._planned
 
     def ran_out_of_memory(self, why: str) -> None:
-        """Report that this node's workers ended when the kernel killed the fork server."""
+        """Report that the kernel killed the fork server to free memory, which ended this node's
+        workers.
+        """
         if self._position:
             self.send(FromMember.FAILURE, round=self._position["round"], message=why, oom=True)
 
     def wait_verdict(self, number: int) -> bool:
         """Report that this node's workers have finished, and wait for the other nodes.
 
-        Return True once all nodes have finished. Return False if the round has to be run again.
+        Return True once all nodes have finished, and False if the round must be run again.
         """
         with self.changed:
             self._position["state"] = MemberState.FINISHED
@@ -168,10 +177,10 @@ class MemberClient:
     def wait_go(self, host: str, port: int, check: int = 0) -> dict[str, Any] | None:
         """Report that this node is ready for a round, and wait for the coordinator's `go`.
 
-        Return the `go`, or None if the job is done. `port` is the port of the store that this node
-        would host if it became rank 0; 0 if it does not host a store. `check` is the maximum number
-        of seconds for checking the links before the round trains; 0 if this node does not request
-        the check.
+        Return the `go`, or None if the job is done. `port` is the port of the store that
+        this node would host as rank 0; 0 if it would not host one. `check` is how many seconds the
+        link check may take before the round's training begins; 0 if this node does not request that
+        check.
         """
         with self.changed:
             self._go, self._idle_since = None, time.monotonic()
@@ -193,7 +202,7 @@ class MemberClient:
         self.send(FromMember.JOINED, round=number)
 
     def note(self, kind: str, why: str) -> None:
-        """Send a note about this pod, which the operator will read in the coordinator's report.
+        """Send a note about this pod. The operator reads it in the coordinator's report.
 
         The note replaces the previous note of the same kind. If `why` is empty, the previous note
         is removed.
@@ -204,18 +213,16 @@ class MemberClient:
         self.send(FromMember.NOTE, kind=kind, why=why)
 
     def report_neighbour(self, number: int, rank: int, silent: bool) -> None:
-        """Report that a neighbour's host has stopped acknowledging bytes, or acknowledges bytes
-        again.
-        """
+        """Report that a neighbour's host has stopped or resumed acknowledging bytes."""
         log(
             f"the host of group rank {rank} " + ("does not acknowledge bytes" if silent else "acknowledges bytes again")
         )
         self.send_now(FromMember.NEIGHBOUR, round=number, rank=rank, silent=silent)
 
     def send_now(self, verb: str, **fields: Any) -> None:
-        """Send a line if there is a connection; otherwise, drop it.
+        """Send a line if there is a connection, and drop it otherwise.
 
-        Use this only for lines that will be sent again after the next welcome.
+        Use this only for lines that the next welcome sends again.
         """
         with self._lock:
             if self._socket is not None and self.welcomed:
@@ -232,10 +239,10 @@ class MemberClient:
             del self._unsent[:-MAX_UNSENT]
 
     def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
-        """Keep a failure that was sent, because a broken link may lose the line with the failure.
+        """Keep a failure after sending it, because a broken link may lose it.
 
-        If the coordinator did not learn of the failure, it would take an error on another node for
-        the first cause.
+        If the coordinator missed the failure, it would take an error on another node for the first
+        cause.
         """
         if verb == FromMember.FAILURE:
             self._failures.append((self._place, fields))
@@ -243,16 +250,18 @@ class MemberClient:
 
     def _write_kept(self, verb: str, fields: dict[str, Any]) -> bool:
         if "sent" in fields:
-            # The coordinator subtracts this time to compute the age of the failure.
+            # The coordinator subtracts this time from its own to compute the failure's age.
             fields["sent"] = time.time()
         return self._write(protocol.encode(verb, **fields))
 
     def _write_all_kept(self) -> None:
         """Send the waiting lines, and resend failures that this coordinator may have missed.
 
-        The coordinator recognizes failures that it already knows. Failures that were sent to a
-        previous coordinator are not resent to a new one, because the new coordinator might count
-        the same break again. Each failure is resent once in full, and once more without its long
+        The coordinator recognizes failures that it already knows. Failures that were sent to an
+        earlier coordinator are not resent to a new one, because the new coordinator might count the
+        same break again.
+
+        Each failure is resent once in full. After the next welcome, it is resent without its long
         texts, because some broken links lose only large packets.
         """
         failures, self._failures = self._failures, []
@@ -275,15 +284,15 @@ class MemberClient:
             self._socket.sendall(data)
             return True
         except OSError:
-            # The thread that reads from this connection will notice that the connection is broken,
-            # and will open a new one.
+            # The thread that reads from this connection will notice the problem and open a new
+            # connection.
             return False
 
     def close(self) -> None:
-        """Close the connection so that the coordinator receives all lines.
+        """Close the connection in a way that delivers all lines to the coordinator.
 
-        If the process exited with unread data in the socket, the kernel would reset the connection,
-        and the last line might be lost.
+        If the process exited while the socket held unread data, the kernel would reset the
+        connection, and the last line might be lost.
         """
         self._closing = True
         with self._lock:
@@ -293,16 +302,16 @@ class MemberClient:
         try:
             stream.shutdown(socket.SHUT_WR)
         except OSError:
-            return  # The connection was already closed by the other end.
+            return  # The other end has already closed the connection.
         self._thread.join(GOODBYE_SECONDS)
 
     # ---- threads
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Run the function of a thread, and end the launcher if the function fails.
+        """Run a thread's function, and end the launcher if that function fails.
 
-        If the launcher continued without this thread, it would train or wait forever, and the
-        coordinator could not reach it.
+        Without this thread, the launcher would train or wait forever, and the coordinator could not
+        reach it.
         """
         try:
             work()
@@ -313,13 +322,14 @@ class MemberClient:
     def _keep(self) -> None:
         missed_since, known = time.monotonic(), False
         pause, why = 0.05, "no attempt yet"
-        # A random pause spreads out the attempts of members that lost the coordinator at the same
-        # moment.
+        # Pauses are random, so that members that lost the coordinator at the same moment do not
+        # retry at the same moment.
         chance = random.Random()
         while not self._gives_up(missed_since, known):
             try:
                 stream = self._connect()
-            # This includes NXDOMAIN, because each attempt resolves the name again.
+            # OSError includes NXDOMAIN. That error is not final, because each attempt resolves the
+            # name again.
             except OSError as error:
                 why = str(error)
             else:
@@ -339,8 +349,8 @@ class MemberClient:
     def _gives_up(self, missed_since: float, known: bool) -> bool:
         """Whether this node has waited long enough for a coordinator.
 
-        `known` indicates whether any coordinator has ever admitted this node. `missed_since` is the
-        time since which there has been no coordinator.
+        `known` indicates whether a coordinator has ever admitted this node. The node has been
+        without a coordinator since `missed_since`.
         """
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
@@ -350,8 +360,8 @@ class MemberClient:
     def _connect(self) -> socket.socket:
         """Connect to the coordinator of this job.
 
-        The coordinator's name may have several addresses. The addresses are tried in order, until
-        the coordinator responds at one of them. Raises OSError.
+        The coordinator's name may have several addresses. Try them in order until a coordinator
+        responds. Raises OSError if none does.
         """
         problem = OSError(f"no address was found for {self._address[0]}")
         for host in self._resolve():
@@ -402,10 +412,12 @@ class MemberClient:
     def _challenge(self, stream: socket.socket) -> tuple[tuple[str, str], tuple[int, int]]:
         """Make the other end prove that it is a coordinator that knows the job's token.
 
-        Return both nonces, and the coordinator's (generation, attempt). The name or address may by
-        now lead to a different job, or to an earlier coordinator of this job with an older token.
-        The proof also covers the generation and attempt, because a relay could otherwise claim
-        different numbers. Raises OSError.
+        Return both nonces, and the coordinator's generation and attempt as a pair. Raises OSError
+        if there is no valid proof.
+
+        By now, the name or address may lead to a different job, or to an earlier coordinator of
+        this job with an older token. The proof also covers the generation and attempt, because a
+        relay could otherwise change these numbers.
         """
         nonce = secrets.token_hex(16)
         stream.sendall(protocol.encode(FromMember.CHALLENGE, nonce=nonce))
@@ -425,14 +437,14 @@ class MemberClient:
         parts = "coordinator", *nonces, str(generation), str(attempt)
         if not protocol.is_sealed(answer.get("proof"), self._token, *parts):
             raise ConnectionError("the coordinator at this address does not know this job's token (DDPJOB_TOKEN)")
-        # Even with a valid proof, a relay may have sent strings instead of these numbers.
+        # The proof covers only the text of these numbers, so a relay may have sent strings.
         if not isinstance(generation, int) or not isinstance(attempt, int):
             raise ConnectionError("the coordinator's generation or attempt is not a number")
         return nonces, (generation, attempt)
 
     def _look(self) -> None:
-        """Check regularly whether the coordinator's name already leads to a later coordinator."""
-        # Do not use the global generator, which the script may have seeded.
+        """Check regularly whether the coordinator's name leads to a later coordinator."""
+        # The script may have seeded the global generator, so do not use it.
         chance = random.Random()
         while not self._closing:
             time.sleep(LOOKUP_SECONDS * chance.uniform(0.75, 1.25))
@@ -451,11 +463,11 @@ class MemberClient:
                 with self._dial(host) as other:
                     _, place = self._challenge(other)
             except OSError:
-                continue  # There is no coordinator of this job at this address.
+                continue  # This address has no coordinator of this job.
             if place[0] > self._identity.get("generation", place[0]):
                 self._leave_generation(place[0])
-                # Do not check the other addresses. They may lead to the same coordinator, which
-                # must not be counted twice.
+                # Skip the other addresses. They may lead to the same coordinator, which must not be
+                # counted twice.
                 return
             if place > self._place:
                 self._move(stream, place)
@@ -464,8 +476,8 @@ class MemberClient:
     def _leave_generation(self, found: int) -> None:
         """End this launcher when a later generation is found for the second time.
 
-        If this pod's host were still connected to the cluster, the kubelet would have asked the pod
-        to end by then.
+        The kubelet should have asked this pod to stop before then. It has not, so the pod's host is
+        no longer connected to the cluster.
         """
         if self._outdated:
             expected = self._identity["generation"]
@@ -476,7 +488,7 @@ class MemberClient:
     def _move(self, stream: socket.socket, place: tuple[int, int]) -> None:
         """Leave the current coordinator and connect to the later one.
 
-        The current coordinator is notified and then exits, so that the other members leave it, too.
+        The current coordinator is notified and exits, which makes the other members leave it, too.
         """
         log("a later coordinator (generation {}, attempt {}) has taken over; connecting to it".format(*place))
         self._place = place
@@ -487,8 +499,8 @@ class MemberClient:
     def _read(self, stream: socket.socket) -> tuple[bool, str, bool]:
         """Handle lines from the coordinator until the connection ends.
 
-        Return whether the coordinator has sent its last line, the reason why the connection ended,
-        and whether this node was welcomed.
+        Return three values: whether the coordinator has sent its last line, why the connection
+        ended, and whether this node was welcomed.
         """
         why, self._refusal = "it closed the connection", ""
         try:
@@ -539,7 +551,7 @@ class MemberClient:
     def _on_go(self, message: dict[str, Any]) -> None:
         with self.changed:
             if self._ready is None or message["round"] <= self._ready["after"]:
-                # This `go` is stale. The coordinator sent it before it got this node's latest
+                # This `go` is stale: the coordinator sent it before receiving this node's latest
                 # `ready`.
                 return
             self._ready, self._go, self._idle_since = None, message, None
@@ -573,8 +585,7 @@ class MemberClient:
         if expected is not None and found != expected:
             text = f"this pod is from generation {expected}, but the coordinator is from generation {found}"
             if isinstance(found, int) and found < expected:
-                # That coordinator is about to end, and its name will then lead to a new
-                # coordinator.
+                # That coordinator is about to end. Its name will then lead to a new coordinator.
                 self._refusal = text
                 return False
             self._on_end(protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", text)
@@ -582,9 +593,9 @@ class MemberClient:
         with self._lock:
             self.welcomed = True
             self._write_all_kept()
-            # Read `_ready` only after `welcomed` was set. `wait_go`, on another thread, first sets
-            # `_ready`, and then sends the `ready` only if `welcomed` is set. So at least one of the
-            # two threads sends the `ready`.
+            # Read `_ready` only after setting `welcomed`. On another thread, `wait_go` sets
+            # `_ready` first, and then sends the `ready` if `welcomed` is set. In any order, at
+            # least one of the two threads sends the `ready`.
             ready = self._ready
             if ready is not None:
                 self._write(protocol.encode(FromMember.READY, **ready))

@@ -1,15 +1,16 @@
 """The launcher's part of `spec.preflight`, which runs the checks and finds the faulty node.
 
-A new pod checks its own node before it is ready. With scope Group, a new pod's first round begins
-with a link check in stages. The later stages are needed only if the first stage fails:
+A new pod checks its own node before it is ready. If the scope is Group, the links are checked
+before a new pod's first round. This check has several stages, but the later ones run only if the
+first one fails:
 
-1. `group`: all nodes do an all-reduce together. If the all-reduce passes, training begins.
-2. `alone`: the ranks of each node do an all-reduce, if a node has several ranks.
+1. `group`: all nodes do an all-reduce together. If it passes, training begins.
+2. `alone`: each node does an all-reduce among its own ranks, if it has several.
 3. `pairs0` to `pairs2`: neighbours in a ring do an all-reduce, so that each link is tried once.
 
-A node fails if an all-reduce among its own ranks fails, or if both of its links fail. If only one
-of a node's links fails, the fault may be at either end of the link. In that case, one of the two
-nodes ends with an ordinary failure, and no culprit is named.
+A node is at fault if an all-reduce among its own ranks fails, or if the links to both of its
+neighbours fail. If only one of its links fails, the fault may be at either end. In that case, one
+of the two nodes ends with an ordinary failure, and no culprit is named.
 
 Example: the all-reduce of 4 nodes fails. Pairs (0, 1) and (2, 3) are tried, then (1, 2) and (3, 0).
 The pairs (0, 1) and (1, 2) fail, so the node of rank 1 is the culprit and ends as unfit.
@@ -41,18 +42,20 @@ from ddpjob_runtime.store import serve
 
 PACKAGE = Path(__file__).resolve().parent.parent
 STAGES = 5
-"""Maximum number of stages in a link check. These are the stage of the group, the stage of each
-node alone, and three stages of pairs. Each stage has its own time limit."""
+"""Maximum number of stages in a link check: one for the whole group, one in which each node is
+alone, and three for pairs of nodes. Each stage has its own time limit.
+"""
 MARGIN_SECONDS = 15.0
-"""Seconds to allow for one exchange over the store. A stage consists of its check and of four such
-exchanges: one for the address where its ranks meet, one for the results, and two for the verdict.
+"""Seconds to allow for one exchange over the store. In addition to its check, a stage needs four
+such exchanges: one for the address where its ranks meet, one for the results, and two for the
+verdict.
 """
 _POLL_SECONDS = 0.05
 _MAX_OUTPUT = 64 * 1024
 
 Cancelled = Callable[[], bool]
 Group = tuple[int, ...]
-"""The group ranks of nodes that do an all-reduce together."""
+"""The group ranks of the nodes that do an all-reduce together."""
 
 
 class Abandoned(Exception):
@@ -63,8 +66,7 @@ class Abandoned(Exception):
 class PreflightSettings:
     """The settings in DDPJOB_PREFLIGHT.
 
-    `least` is the minimum rate of an all-reduce in 10^6 bytes per second. If `least` is 0, any rate
-    is enough.
+    `least` is the minimum rate of an all-reduce in 10^6 bytes per second; 0 if any rate will do.
     """
 
     group: bool
@@ -77,7 +79,10 @@ class PreflightSettings:
 
     @classmethod
     def read(cls) -> PreflightSettings | None:
-        """Read the settings; return None if the job has no preflight. Raises InitFailure."""
+        """Read the settings; return None if the job has no preflight.
+
+        Raises InitFailure if the settings are invalid.
+        """
         text = JobEnvironment.read().preflight
         if not text:
             return None
@@ -102,8 +107,8 @@ class HardwareCheck:
     def wait(self, until: float, cancelled: Cancelled) -> dict[str, Any]:
         """Wait for the process, and return the result of its check.
 
-        If the check has no result by the time `until` (monotonic seconds), the returned problem
-        names the step that hangs. Raises Abandoned.
+        If there is no result by the monotonic time `until`, the problem in the returned value names
+        the step that hangs. Raises Abandoned if the check is cancelled.
         """
         assert self._process.stdout is not None
         try:
@@ -121,7 +126,7 @@ class HardwareCheck:
     def _result(self) -> dict[str, Any]:
         step = "start"
         for line in self._output.splitlines():
-            # Code in the image may print other lines.
+            # The image's own code may print other lines.
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 said = json.loads(line)
                 if "problem" in said:
@@ -135,7 +140,7 @@ class HardwareCheck:
         """Kill the process, even if it hangs."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        # If a driver blocks the process, do not wait for it to end.
+        # A driver may block the process, so do not wait long for its end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
 
@@ -150,9 +155,9 @@ class NodePreflight:
 
     @property
     def wanted_seconds(self) -> int:
-        """Maximum number of seconds by which a link check would delay this node's next round.
+        """Maximum number of seconds by which a link check can delay this node's next round.
 
-        It is 0 if no link check is needed.
+        The number is 0 if no link check is needed.
         """
         if not self.settings.group or self.passed_group:
             return 0
@@ -168,7 +173,7 @@ class NodePreflight:
     def node_problem(self, cancelled: Cancelled) -> str:
         """Wait for this node's check, and return its problem; empty if the node passed.
 
-        Raises Abandoned.
+        Raises Abandoned if the check is cancelled.
         """
         began = self._until - self.settings.seconds
         problem = str(self._checks[0].wait(self._until, cancelled)["problem"])
@@ -184,9 +189,9 @@ class NodePreflight:
     def check_links(self, store: Any, rank: int, world: int, host: str, cancelled: Cancelled) -> LinkVerdict:
         """Check the links between a round's nodes, and return the verdict.
 
-        All nodes of the round return the same verdict. `host` is this node's address.
+        The verdict is the same on all nodes of the round. `host` is this node's address.
 
-        Raises Abandoned, and the errors from torch's store.
+        Raises Abandoned if the check is cancelled, and any error from torch's store.
         """
         results: dict[str, dict[int, NodeResult]] = {}
         for stage, groups in stages(world, self._procs):
@@ -238,8 +243,9 @@ class NodePreflight:
         return NodeResult(pod, on, problem, min(rates, default=0.0), str(found[0].get("transport", "")))
 
     def _linger(self, store: Any, stage: str, group: Group, cancelled: Cancelled) -> None:
-        """Keep the store of the group open until the group's other nodes no longer need it. To
-        these nodes, the loss of the store would look like a broken link.
+        """Keep the group's store open for as long as the other nodes in the group need it.
+
+        If the store disappeared, these nodes would report a broken link.
         """
         until = time.monotonic() + MARGIN_SECONDS
         while time.monotonic() < until and not store.check([f"{stage}/{other}" for other in group[1:]]):
@@ -256,8 +262,8 @@ def _collect(store: Any, stage: str, rank: int, until: float, cancelled: Cancell
 def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
     """Wait until the store has a key, and return its value.
 
-    If the key has no value by the time `until` (monotonic seconds), return an empty string. Raises
-    Abandoned.
+    If there is still no value at the monotonic time `until`, return an empty string. Raises
+    Abandoned if the check is cancelled.
     """
     pause = 0.01
     while not store.check([key]):
@@ -277,7 +283,7 @@ def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
 class NodeResult:
     """The result of one node in one stage.
 
-    `rate` is in 10^6 bytes per second; 0 if it was not measured.
+    `rate` is in 10^6 bytes per second; 0 if no rate was measured.
     """
 
     pod: str = ""
@@ -291,7 +297,7 @@ class NodeResult:
         return f"pod {self.pod}" + (f" on Kubernetes node {self.node}" if self.node else "")
 
     def fault(self, least: float) -> str:
-        """Return why this result is not good enough; empty if it is good."""
+        """Return the reason why this result is not good enough; empty if it is."""
         if self.problem:
             return self.problem
         slow = self.rate and self.rate < least
@@ -302,10 +308,10 @@ class NodeResult:
 class LinkVerdict:
     """The verdict of a link check.
 
-    `failed` is the reason why the check failed. If `failed` is empty, all nodes can train, and
-    `passed` describes the group. `culprits` has the group ranks of the nodes that must not train,
-    with the reason for each. If no culprit is known, `ends` is the group rank of the node that ends
-    with an ordinary failure.
+    `failed` is the reason why the check failed. If it is empty, all nodes can train, and `passed`
+    describes the group. `culprits` contains the nodes that must not train, as a dict from group
+    rank to reason. If no culprit is known, `ends` is the group rank of the node that ends with an
+    ordinary failure.
     """
 
     passed: str = ""
@@ -314,19 +320,19 @@ class LinkVerdict:
     ends: int | None = None
 
     def write(self) -> dict[str, Any]:
-        """Return the verdict as a JSON object, in which the culprits' ranks are strings."""
+        """Return the verdict as a JSON object. Its `culprits` have strings as keys."""
         return {**asdict(self), "culprits": {str(rank): why for rank, why in self.culprits.items()}}
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> LinkVerdict:
-        """Parse a verdict that was written with `write`."""
+        """Parse a verdict written by `write`."""
         return cls(**{**body, "culprits": {int(rank): why for rank, why in body["culprits"].items()}})
 
 
 def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
-    """Yield the stages of a link check in order, each as (name, groups of nodes).
+    """Yield a pair (name, groups of nodes) for each stage of a link check, in order.
 
-    No stage has a node in more than one of its groups.
+    Within a stage, a node belongs to at most one group.
     """
     yield "group", [tuple(range(world))]
     if procs > 1 and world > 1:
@@ -343,9 +349,10 @@ def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
 def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]], least: float) -> LinkVerdict | None:
     """Return the verdict after the stages in `results`; None if another stage is needed.
 
-    A node is a culprit if the all-reduce among its own ranks fails. A node is also a culprit if its
-    links to both neighbours in the ring fail while other links pass. If both links of several
-    consecutive nodes fail, the verdict names the smallest number of these nodes that explains the
+    A node is a culprit if the all-reduce among its own ranks fails, or if its links to both
+    neighbours in the ring fail while other links pass.
+
+    If both links of several consecutive nodes fail, name the fewest of these nodes that explain the
     failures. The next check tests the remaining nodes again.
     """
     group = results["group"]
@@ -387,10 +394,9 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 
 
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
-    """Return every second node in each sequence of broken links, with the reason why the node is a
-    culprit.
+    """Return the culprits among the nodes with two broken links, with a reason for each.
 
-    A sequence begins with the first node whose links to both neighbours are broken.
+    In a sequence of such nodes, every second node is a culprit, beginning with the first.
     """
     culprits: dict[int, str] = {}
     start = next(rank for rank in range(world) if not _broken(broken, world, rank - 1))
@@ -405,7 +411,9 @@ def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group,
 
 
 def _broken(broken: Mapping[Group, str], world: int, rank: int) -> str:
-    """Return why the link from a node to the next one is broken; empty if the link works."""
+    """Return the reason why the link from a node to the next one is broken; empty if the link
+    works.
+    """
     a, b = rank % world, (rank + 1) % world
     return broken.get((a, b), "")
 

@@ -1,12 +1,13 @@
 """Fetches spec.code.archive, verifies it and unpacks it before the workers start.
 
-The bucket is shared, so anyone with write access can replace an archive. A crafted archive could
-escape from its folder, fill the disk or exhaust the memory. Therefore, three rules apply.
+Anyone who can write to the shared bucket can replace an archive. A crafted archive could escape
+from its folder, fill the disk or exhaust the memory. Therefore, three rules apply.
 
 1. The archive is not read until its SHA-256 is known to equal spec.code.digest.
-2. Only ordinary files and folders are unpacked, below one folder. A link, a device, a sparse file,
-   an absolute path, a path with `..` or a name that occurs twice ends the job (InitFailure).
-3. Sizes and counts are limited (protocol.MOST_*). They are checked while the archive is read,
+2. Only ordinary files and folders are unpacked, and only below one folder. A link, a device, a
+   sparse file, an absolute path, a path with `..` or a name that occurs twice ends the job
+   (InitFailure).
+3. Sizes and counts are limited (protocol.MOST_*). They are measured while the archive is read,
    because the numbers in an archive's headers may be wrong.
 
 Example: a small archive that unpacks to 100 GiB of zeros is refused after 8 GiB, because unpacked
@@ -18,9 +19,9 @@ single read may exceed 1 MiB.
     .ddpjob-part-code         the archive while it is being fetched
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
-A launcher that finds the marker changes nothing in the folder, so files that the program has
-written there are kept. A job's pods on the same machine share the folder, and the first pod fetches
-the archive.
+Pods of a job share the folder if they run on the same machine, and the first pod fetches the
+archive. If a launcher finds the marker, it changes nothing in the folder, so files that the program
+has written there are kept.
 
 Why: docs/decisions/0029.
 """
@@ -71,25 +72,28 @@ from ddpjob_runtime.protocol import MOST_CODE_BYTES, MOST_CODE_FILES, MOST_UNPAC
 
 _MARKER, _PART, _LOCK = OWN + "code-", OWN + "part-code", OWN + "lock"
 _LARGEST_READ = 2**20
-"""Maximum number of bytes that one read of an archive can request. Without this limit, Python's
-tarfile would read a header of any size at once."""
+"""Maximum size in bytes of a single read from an archive. Python's tarfile would otherwise read a
+header of any size at once.
+"""
 _MALFORMED = (
     tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, OverflowError, RecursionError, LookupError,
     struct.error, TypeError, AttributeError,
 )  # fmt: skip
-"""The exceptions that tarfile and gzip raise for malformed archives, in all versions of Python."""
+"""The exceptions that tarfile and gzip raise for malformed archives. They depend on the version of
+Python.
+"""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _CLASHING = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
 
 
 class BadArchive(Exception):
-    """The archive cannot be unpacked safely. The message has the reason."""
+    """The archive cannot be unpacked safely. The message says why."""
 
 
 @dataclass(frozen=True)
 class CodeSettings:
-    """Where the archive is, its checksum, and the folder to unpack it into."""
+    """The place of the archive, its checksum, and the folder to unpack it into."""
 
     place: BucketPlace
     name: str
@@ -101,8 +105,8 @@ class CodeSettings:
     def take(cls) -> CodeSettings | None:
         """Read the DDPJOB_CODE_* variables; return None if the job has no archive.
 
-        Remove the credentials from the environment, so that no worker gets them. Raises
-        BucketRefusal.
+        Also remove the credentials from the environment, so that no worker gets them. Raises
+        BucketRefusal if the variables are invalid.
         """
         job, keys = JobEnvironment.read(), take_keys("CODE")
         if not job.code_url:
@@ -120,9 +124,8 @@ class CodeSettings:
 class CodeFetch:
     """Fetches the archive once, when a launcher starts.
 
-    While the fetch runs, `report(text)` is called at intervals to update the job's status. At the
-    end, `report` is called with an empty string. If `cancelled()` returns true, the fetch is
-    abandoned.
+    The fetch calls `report(text)` at intervals to update the job's status, and `report("")` at the
+    end. It is abandoned as soon as `cancelled()` returns true.
     """
 
     def __init__(self, settings: CodeSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -132,7 +135,7 @@ class CodeFetch:
         self._due = self._began + FIRST_NEWS_SECONDS
 
     def run(self) -> None:
-        """Fetch and unpack the archive, unless it was already unpacked into the folder.
+        """Fetch and unpack the archive, unless the folder already contains the unpacked archive.
 
         Raises BucketRefusal, Unfit, FetchAbandoned, OSError.
         """
@@ -183,7 +186,9 @@ class CodeFetch:
         log(f"code: {count} files from {self._url}, {size_text(size)}, fetched in {took:.1f} s and verified")
 
     def _download(self, part: Path) -> int:
-        """Download the archive, and return its size. Retry while the bucket is unreachable."""
+        """Download the archive, retrying while the bucket is unreachable, and return the archive's
+        size.
+        """
         failures = wrong = 0
         while True:
             reader = Reader(self._settings.place, self._settings.credentials)
@@ -237,7 +242,7 @@ class CodeFetch:
             time.sleep(min(0.1, left))
 
     def _say(self, text: str) -> None:
-        """Report `text` to the coordinator, at most once every FIRST_NEWS_SECONDS."""
+        """Report `text` to the coordinator, but at most once every FIRST_NEWS_SECONDS."""
         if (now := time.monotonic()) >= self._due and text != self._reported:
             self._due, self._reported = now + FIRST_NEWS_SECONDS, text
             self._report(text)
@@ -246,7 +251,7 @@ class CodeFetch:
 class _Unpacked:
     """The uncompressed bytes of an archive, as a file that can only be read forward.
 
-    Each read is limited in size, and so is the total number of bytes.
+    There is a limit on the size of each read, and a limit on the total number of bytes.
     """
 
     def __init__(self, packed: IO[bytes], most: int) -> None:
@@ -267,8 +272,8 @@ class _Unpacked:
     def seek(self, position: int, whence: int = 0) -> int:
         """Skip forward to a position.
 
-        Raise BadArchive if the position is not ahead. tarfile seeks backward only if a header has a
-        negative size.
+        Raises BadArchive if the position is behind the current one. tarfile seeks backward only if
+        a header has a negative size.
         """
         if whence or position < self._position:
             raise BadArchive("a header has a negative size")
@@ -281,14 +286,12 @@ class _Unpacked:
 def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_files: int = MOST_CODE_FILES) -> int:
     """Unpack an untrusted .tar.gz into a folder, and return the number of files.
 
-    An existing file with the same name is replaced, so an interrupted call can be repeated. A file
-    that its owner is allowed to execute gets mode 755. All other files get mode 644. Raises
-    BadArchive, OSError.
+    If a file already exists, it is replaced, so an interrupted call can be repeated. Files that
+    their owner may execute get mode 755, and all others get mode 644. Raises BadArchive, OSError.
     """
     names, count = set[str](), 0
     with archive.open("rb") as packed, _malformed():
-        # The limit includes 2 KiB per file for headers and padding, in addition to the files' own
-        # bytes.
+        # In addition to the files' own bytes, allow 2 KiB per file for headers and padding.
         plain: Any = _Unpacked(packed, most + 2048 * most_files)
         tar: Any = tarfile.TarFile(fileobj=plain, mode="r")
         unpacked = 0
@@ -316,9 +319,9 @@ def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_fi
 
 
 def _checked(member: tarfile.TarInfo) -> str:
-    """Return the path of an archive's member relative to the folder; empty for the folder itself.
+    """Return a member's path relative to the folder to unpack into; empty for that folder itself.
 
-    Raises BadArchive.
+    Raises BadArchive if the member must not be unpacked.
     """
     name = member.name
     while name.startswith("./"):

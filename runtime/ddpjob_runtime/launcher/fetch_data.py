@@ -7,23 +7,23 @@ resumes after an interruption.
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
 All pods that mount the folder wait for the lock. The first pod fetches the objects, and the others
-then find all of them in the folder. A pod that starts again with the same folder downloads only
-what has changed:
+then find them all in the folder. If a pod starts again with the same folder, it downloads only what
+has changed:
 
-- The bucket is listed. An object counts as fetched if the record has the object's ETag, and the
-  file still has the recorded size and time. Recorded files that the bucket no longer has are
+- The bucket is listed. An object counts as fetched if its ETag is in the record and its file still
+  has the recorded size and time. If an object is gone from the bucket, its recorded file is
   deleted.
-- THREADS threads download the missing objects. They continue partial downloads that were begun
-  since the host booted.
-- A part is renamed only if its size and checksums match. After WRONG_TRIES downloads of an object
-  with a wrong checksum, the job fails.
-- During outages of the bucket, requests are retried indefinitely. A full disk makes the node
-  unfit, so that the operator replaces its pod on a different host. If the bucket changes during
-  the fetch, it is listed again.
+- THREADS threads download the missing objects. They continue partial downloads that began after the
+  host was last booted.
+- A part is renamed only if its size and checksums match. The job fails if WRONG_TRIES downloads of
+  one object have a wrong checksum.
+- While the bucket is unreachable, requests are retried indefinitely. A full disk makes the node
+  unfit, so that the operator replaces its pod on a different host. If the bucket changes during the
+  fetch, it is listed again.
 
 Example: the pod is killed after it has fetched 60 of 100 objects. Its successor lists the bucket
 and finds 60 objects in the record. It reads the partial downloads of the other 40 objects to
-compute their checksums, and continues these downloads.
+compute their checksums, and then continues these downloads.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ from ddpjob_runtime.launcher.s3_reader import (
 from ddpjob_runtime.launcher.shutdown import log
 
 THREADS = 8
-"""Number of objects that are downloaded at the same time. Each download has its own connection, and
-at most two pieces of its object in memory."""
+"""Number of objects to download at the same time. Each download has its own connection, and holds
+at most two pieces of its object in memory.
+"""
 OWN = ".ddpjob-"
 LONGEST_PAUSE = 60.0
 LOG_SECONDS = 30.0
 FIRST_NEWS_SECONDS = 3.0
-"""A fetch is reported to the coordinator only if it runs for more than this many seconds."""
+"""A fetch is reported to the coordinator only if it takes longer than this many seconds."""
 WRONG_TRIES = 3
-"""Maximum number of downloads of one object. An object is downloaded again if its checksum is
-wrong.
-"""
+"""Maximum number of downloads of an object whose checksum is wrong."""
 LISTINGS = 5
-"""Maximum number of listings of the bucket in one fetch. The bucket is listed again if it changes
-during the fetch."""
+"""Maximum number of times that one fetch lists the bucket. The bucket is listed again if it changes
+during the fetch.
+"""
 _RECORD, _PART, _LOCK = OWN + "fetched.jsonl", OWN + "part-", OWN + "lock"
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -88,7 +88,7 @@ _Found = TypeVar("_Found")
 
 
 class Unfit(Exception):
-    """The disk of this host cannot hold the data, but another host's disk might."""
+    """This host's disk cannot hold the data, but a different host's disk might."""
 
 
 class FetchAbandoned(Exception):
@@ -98,14 +98,14 @@ class FetchAbandoned(Exception):
 def take_keys(what: str) -> dict[str, str]:
     """Remove the variables DDPJOB_`what`_AWS_* from the environment, so that no worker gets them.
 
-    Return their values by the names of AWS's own variables.
+    Return a dict that maps the names of AWS's own variables to the removed values.
     """
     return {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_{what}_{name}", ""))}
 
 
 @dataclass(frozen=True)
 class FetchSettings:
-    """Where to fetch the data from, and the folder to fetch it into."""
+    """The place of the data, and the folder to fetch it into."""
 
     place: BucketPlace
     credentials: Credentials
@@ -115,8 +115,8 @@ class FetchSettings:
     def take(cls) -> FetchSettings | None:
         """Read the DDPJOB_DATA_* variables; return None if there is nothing to fetch.
 
-        Remove the credentials from the environment, so that no worker gets them. Raises
-        BucketRefusal.
+        Also remove the credentials from the environment, so that no worker gets them. Raises
+        BucketRefusal if the variables are invalid.
         """
         job, keys = JobEnvironment.read(), take_keys("DATA")
         if not job.data_url:
@@ -128,9 +128,8 @@ class FetchSettings:
 class Fetch:
     """Fetches the data once, when a launcher starts.
 
-    While a fetch runs, `report(text)` is called at intervals to update the job's status. At the
-    end, `report` is called with an empty string. If `cancelled()` returns true, the fetch is
-    abandoned.
+    The fetch calls `report(text)` at intervals to update the job's status, and `report("")` at the
+    end. It is abandoned as soon as `cancelled()` returns true.
     """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -144,7 +143,7 @@ class Fetch:
         self._reported = ""
 
     def run(self) -> None:
-        """Fetch objects until the folder has every object in the bucket.
+        """Fetch objects until the folder contains every object in the bucket.
 
         Raises BucketRefusal, Unfit, FetchAbandoned, OSError.
         """
@@ -168,10 +167,10 @@ class Fetch:
 
     @contextlib.contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Wait for the folder's lock, and hold it.
+        """Acquire the folder's lock, and hold it for the duration of this context.
 
-        A kernel lock does not depend on a clock, and the kernel releases it if the process is
-        killed.
+        It is a kernel lock, so no timeout is involved: the kernel releases the lock if the process
+        is killed.
         """
         with (self._folder / _LOCK).open("a") as file:
             self._began, waited = time.monotonic(), False
@@ -229,8 +228,8 @@ class Fetch:
     def _read_record(self) -> dict[str, list[Any]]:
         """Return the recorded objects by name.
 
-        Each is a list of its name, ETag, size, and the time of its file in nanoseconds. Malformed
-        lines are skipped.
+        The entry of an object is a list of its name, its ETag, its size, and the time of its file
+        in nanoseconds. Malformed lines are skipped.
         """
         found: dict[str, list[Any]] = {}
         with contextlib.suppress(FileNotFoundError), (self._folder / _RECORD).open("rb") as file:
@@ -263,26 +262,25 @@ class Fetch:
         return [found.st_size, found.st_mtime_ns] == [remote.size, entry[3]]
 
     def _forget(self, known: Iterable[str], wanted: set[str]) -> None:
-        """Remove files that were fetched earlier, but whose objects the bucket no longer has.
+        """Remove fetched files whose objects are no longer in the bucket.
 
-        Files that are not in the record are not touched.
+        Files that are not in the record are left alone.
         """
         for name in known:
             if name in wanted:
                 continue
-            # A name in the record might not be a valid file name.
+            # The record may be damaged, so a name in it may not be a valid file name.
             with contextlib.suppress(OSError, ValueError):
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
-                    # If the folder is not empty, this call raises an error, and the error ends the
-                    # loop.
+                    # If the folder is not empty, `rmdir` raises an error that ends this loop.
                     folder.rmdir()
 
     def _part(self, remote: Remote) -> Path:
         """Return the path for the partial download of this version of an object.
 
-        The path depends on the boot ID of the host. So a download is not continued after the host
-        has been booted again, because a power failure may have truncated the file.
+        The path depends on the host's boot ID. A download is therefore not continued after the host
+        has booted again, because a power failure may have truncated the file.
         """
         text = f"{remote.name}\0{remote.etag}\0{_read_boot_id()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
@@ -358,7 +356,7 @@ class Fetch:
         )
 
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
-        """Download the missing bytes of a part, and check the part's checksums.
+        """Download the rest of an object into its part, and verify the part's checksums.
 
         Return what is wrong with the part; empty if it is correct. Raises Away, Changed,
         BucketRefusal, OSError.
@@ -367,7 +365,7 @@ class Fetch:
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
             try:
                 if os.fstat(file.fileno()).st_size > remote.size:
-                    # The file is longer than the object, so the runtime has not written the file.
+                    # This file is longer than the object, so it is not a partial download.
                     file.truncate(0)
                 while piece := file.read(PIECE):
                     sums.update(piece)
@@ -376,7 +374,8 @@ class Fetch:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
                     with self._lock:
-                        # The bucket responds again, and the remaining download may take hours.
+                        # The bucket responds again. Clear the problem now, because the download may
+                        # take hours.
                         self._problem = ""
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
@@ -404,7 +403,7 @@ class Fetch:
         target = self._folder / remote.name
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir() and not target.is_symlink():
-            # In an earlier version of the bucket, this object's name was the name of a folder.
+            # This object's name was the name of a folder in an earlier version of the bucket.
             target.rmdir()
         part.replace(target)
         line = json.dumps([remote.name, remote.etag, remote.size, target.stat().st_mtime_ns])
@@ -414,7 +413,7 @@ class Fetch:
             self._problem = ""
 
     def _count(self, before: int, piece: bytes) -> int:
-        """Count the bytes of a piece. Return the object's number of bytes including the piece."""
+        """Count the bytes of a piece, and return the number of bytes of the object so far."""
         with self._lock:
             self._done += len(piece)
         return before + len(piece)
@@ -422,9 +421,10 @@ class Fetch:
     # --- patience
 
     def _retry(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
-        """Return the result of `act`, which is called again while the bucket is unreachable.
+        """Call `act` until it succeeds, retrying while the bucket is unreachable, and return its
+        result.
 
-        If `ended()` returns true, give up. Raises BucketRefusal, Changed, FetchAbandoned, OSError.
+        Give up once `ended()` returns true. Raises BucketRefusal, Changed, FetchAbandoned, OSError.
         """
         failures = 0
         while True:
@@ -435,8 +435,8 @@ class Fetch:
                 pause = pause_after(failures)
                 with self._lock:
                     known, self._problem = self._problem, str(error)
-                # If the bucket is unreachable, all eight downloads fail, but only one of them logs
-                # the failure.
+                # If the bucket is unreachable, all downloads fail. Only one of them should log
+                # that.
                 if not known or failures > 3:
                     log(f"data: {error}; retrying in {pause:.0f} s")
                 if not self._total:
@@ -458,9 +458,10 @@ class Fetch:
         return f" ({self._problem})" if self._problem else ""
 
     def _say(self, text: str) -> None:
-        """Log `text`, at most once every LOG_SECONDS.
+        """Log `text`, but at most once every LOG_SECONDS.
 
-        Also report it to the coordinator after each 5 % of the data, and when the problem changes.
+        Also report `text` to the coordinator after each 5 % of the data, and whenever the problem
+        changes.
         """
         now = time.monotonic()
         if now - self._logged >= LOG_SECONDS:
@@ -473,7 +474,7 @@ class Fetch:
 
 
 class Sums:
-    """Compares the bytes of a downloaded object with the checksums that the server has sent."""
+    """Compares the bytes of a downloaded object with the checksums that the server sent."""
 
     def __init__(self, remote: Remote) -> None:
         self._etag = remote.etag
@@ -489,14 +490,14 @@ class Sums:
         self._crc32 = zlib.crc32(piece, self._crc32)
 
     def expect(self, headers: Mapping[str, str]) -> None:
-        """Set the headers of the server's response, which contain checksums of the whole object."""
+        """Store the headers of the server's response, which contain checksums of the whole object."""
         self._headers = headers
 
     def problem(self) -> str:
-        """Return which checksum is wrong; empty if all of them match.
+        """Return what is wrong with the checksums; empty if all of them match.
 
-        If an object was uploaded in one part and is not encrypted with a KMS key or a customer's
-        key, its ETag is its MD5.
+        An object's ETag is its MD5 if the object was uploaded in one part and is not encrypted with
+        a KMS key or a customer's key.
         """
         said = self._headers.get
         encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"
@@ -513,7 +514,7 @@ class Sums:
 def check_names(objects: list[Remote], url: str) -> None:
     """Raise BucketRefusal unless each object can be a separate file below the folder.
 
-    Also raise BucketRefusal if there are no objects.
+    Also raise it if there are no objects.
     """
     if not objects:
         raise BucketRefusal(f"{url} contains no objects; check storage.data.url, which must be a folder in the bucket")
@@ -540,7 +541,7 @@ def check_names(objects: list[Remote], url: str) -> None:
 
 
 def why_not_a_file(name: str) -> str:
-    """Return why an object's name cannot be a path below a folder; empty if the name is valid."""
+    """Return the reason why an object's name cannot be a path below a folder; empty if it can."""
     if re.search(r"[\x00-\x1f\x7f]", name):
         return "its name contains a control character"
     if "\\" in name or re.match(r"[A-Za-z]:", name):
@@ -556,9 +557,9 @@ def why_not_a_file(name: str) -> str:
 
 
 def pause_after(failures: int) -> float:
-    """Return how many seconds to wait before the next attempt, after this number of failures.
+    """Return how many seconds to wait before the next attempt after `failures` failures.
 
-    The pause is random so that the pods of a job do not all retry at the same moment.
+    The pause is random, so that the pods of a job do not all retry at the same moment.
     """
     return min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1)) * random.Random().uniform(0.5, 1.5)
 

@@ -65,37 +65,39 @@ from ddpjob_runtime.launcher.late_environment import hide_torch
 from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, log
 
 PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
-"""Modules that every DDP training script imports."""
+"""The modules that every DDP training script imports."""
 IDLE_SECONDS = 30.0
-"""If no worker is ordered for this many seconds, the fork server imports torch's compiler, which
-some scripts need (see late_dynamo). An order that arrives during the import has to wait. The import
-does not begin earlier, because losses, after which workers are ordered, are common in a job's first
-seconds.
+"""If no order arrives for this many seconds, the fork server imports torch's compiler, which some
+scripts need (see late_dynamo). An order that arrives during this import has to wait. The server
+does not import the compiler sooner, because losses are common in a job's first seconds and are
+followed by orders for new workers.
 """
 SHARED_PACKAGES = ("ddpjob_report", "ddpjob_pod", "ddpjob_runtime")
-"""Packages of DDPJob that a program can import. The fork server hides these packages until the
-program imports them.
+"""DDPJob's own packages that a program can import. The fork server hides them until the program
+imports them.
 """
 SHARED_RUNTIME = ("ddpjob_runtime", "ddpjob_runtime.protocol")
-"""Modules that both the launcher and `ddpjob_report` use."""
+"""The modules that both the launcher and `ddpjob_report` use."""
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
 """Time limit in seconds for importing the modules in DDPJOB_PRELOAD. If the import takes longer,
-workers are started cold. Cold workers import the modules themselves, without a limit.
+workers are started cold and import these modules themselves, without a time limit.
 """
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []
-"""Paths that torch added to sys.path when it was imported. Up to version 2.8, torch adds a folder
-for generated modules."""
+"""The paths that importing torch has added to sys.path. Up to version 2.8, torch adds a folder for
+generated modules.
+"""
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
-"""Device files that a process has open once it has initialized CUDA or ROCm. A process that only
-lists the devices with NVML does not open them."""
+"""Device files that a process has open if it has initialized CUDA or ROCm. Merely listing the
+devices with NVML does not open these files.
+"""
 
 
 def preload() -> None:
     """Import the modules that every worker needs.
 
-    Raises ImportError, or any other error if torch is broken.
+    Raises ImportError if torch is missing, or any other error if torch is broken.
     """
     with _remove_traces():
         import_torchrun()
@@ -106,9 +108,9 @@ def preload() -> None:
 
 @contextlib.contextmanager
 def _remove_traces() -> Iterator[None]:
-    """Undo the changes that torch makes to the environment when it is imported.
+    """Undo the changes that importing torch makes to the environment.
 
-    Also record the paths that it adds to sys.path.
+    Also record the paths that torch adds to sys.path.
     """
     before, paths = dict(os.environ), list(sys.path)
     try:
@@ -121,9 +123,9 @@ def _remove_traces() -> Iterator[None]:
 
 
 class ForkServerEnded(RuntimeError):
-    """The fork server has ended, and so have its workers.
+    """The fork server has ended, and its workers with it.
 
-    `out_of_memory` indicates whether the kernel killed the server to free memory.
+    `out_of_memory` is true if the kernel killed the server to free memory.
     """
 
     def __init__(self, pid: int, out_of_memory: bool) -> None:
@@ -135,13 +137,13 @@ class ForkServerEnded(RuntimeError):
 class ForkServer:
     """The launcher's side of the fork server.
 
-    `more` lists additional modules that the server imports, separated by commas.
+    `more` is a comma-separated list of additional modules for the server to import.
     """
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()
-        # If the collector were not frozen, a collection in a worker would copy the memory pages
-        # that all workers share.
+        # Freeze the garbage collector. Without this, a collection in a worker would copy memory
+        # pages that all workers share.
         gc.freeze()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -153,8 +155,9 @@ class ForkServer:
         self._socket, self._buffer, self._lock = ours, b"", threading.RLock()
         self._number, self._oom_kills = 0, oom.oom_kills()
         self._started: dict[int, int | str] = {}
-        """Maps the number of an order to the worker's pid, or to the reason why it could not be
-        forked."""
+        """Maps an order's number to the worker's pid, or to the reason why the worker could not be
+        forked.
+        """
         self._ended: dict[int, int] = {}
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
@@ -165,7 +168,7 @@ class ForkServer:
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
         """Wait until the server has imported all modules.
 
-        Return why it cannot fork workers; empty if it can.
+        Return the reason why the server cannot fork workers; empty if it can.
         """
         deadline = time.monotonic() + seconds
         while not self._ready and not self._refusal:
@@ -192,10 +195,10 @@ class ForkServer:
     ) -> Worker:
         """Start a worker.
 
-        `words` are the arguments of worker.py. `stdout` and `stderr` are the paths of the files to
-        write to, or None to use the launcher's own streams.
+        `words` are the arguments of worker.py. `stdout` and `stderr` are the paths of the worker's
+        output files; None means the launcher's own stream.
 
-        Raises OSError if the worker cannot currently be forked.
+        Raises OSError if the worker cannot be forked at the moment.
         """
         with self._lock:
             self._number += 1
@@ -216,16 +219,18 @@ class ForkServer:
             return Worker(self, pid, words)
 
     def refusal(self) -> str:
-        """Return why the server can no longer fork workers; empty if it can.
+        """Return the reason why the server can no longer fork workers; empty if it can.
 
-        The reason is known only once the server has reported it.
+        The launcher learns the reason only after the server has reported it.
         """
         with self._lock:
             self._hear(block=False)
             return self._refusal
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the worker's exit code in the format of Popen.returncode; None while it runs."""
+        """Return the worker's exit code in the format of Popen.returncode; None while the worker
+        runs.
+        """
         with self._lock:
             if pid not in self._ended:
                 self._hear(block=False)
@@ -242,7 +247,7 @@ class ForkServer:
             event = json.loads(line)
             if "number" in event:
                 self._started[event["number"]] = event.get("problem") or event["pid"]
-                # An earlier worker may have had the same pid, so forget its exit code.
+                # The pid may have belonged to an earlier worker. Forget that worker's exit code.
                 self._ended.pop(event["pid"], None)
             elif "importing" in event:
                 self._importing = event["importing"]
@@ -253,7 +258,7 @@ class ForkServer:
 
 
 class Worker:
-    """A forked worker. It has the part of subprocess.Popen's interface that torchrun uses."""
+    """A forked worker, with the part of subprocess.Popen's interface that torchrun uses."""
 
     def __init__(self, fork_server: ForkServer, pid: int, args: Sequence[str]) -> None:
         self._server, self.pid, self.args = fork_server, pid, args
@@ -268,7 +273,7 @@ class Worker:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the worker to end, and return its exit code.
 
-        Raises subprocess.TimeoutExpired.
+        Raises subprocess.TimeoutExpired if the worker is still running after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
@@ -279,7 +284,7 @@ class Worker:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the worker, if it is still running."""
+        """Send a signal to the worker if it is still running."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -287,9 +292,8 @@ class Worker:
 def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Callable[[str], None]) -> Any:
     """Return a subclass of torch's SubprocessHandler (`base`) whose workers are forked.
 
-    Only workers that run the file `entry` (worker.py) in this Python can be forked. Other workers
-    are started as torchrun would start them, and for each of them `on_cold` is called with the
-    reason.
+    A worker can be forked only if it runs the file `entry` (worker.py) in this Python. Any other
+    worker is started as torchrun would start it, and `on_cold` is called with the reason.
     """
 
     class WarmHandler(base):  # type: ignore[misc]
@@ -311,10 +315,13 @@ def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Calla
 
 
 def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
-    """Import modules, fork workers on demand, and report when they end. End with the launcher."""
+    """Import modules, fork workers on demand, and report the end of each worker.
+
+    This process ends with the launcher.
+    """
     die_with_parent()
     for number in ENDING_SIGNALS:
-        # The launcher decides when this process ends, so ignore these signals.
+        # Only the launcher decides when this process ends, so ignore these signals.
         signal.signal(number, signal.SIG_IGN)
     _send(orders, ready=_import(modules, orders))
     import_report(worker.packages())
@@ -337,11 +344,10 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
         if orders.fileno() in ready:
             try:
                 data = orders.recv(65536)
-            except ConnectionError:  # The launcher has died before it read all events.
+            except ConnectionError:  # The launcher died before reading all events.
                 data = b""
             if not data:
-                # When this process exits, the kernel ends the workers, because their parent is
-                # gone.
+                # Exiting ends the workers, too: the kernel signals them when their parent dies.
                 os._exit(0)
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
@@ -351,8 +357,8 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
 def import_report(place: str) -> None:
     """Import `ddpjob_report` for all workers, and hide it until their programs import it.
 
-    Without this shared import, each restarted worker would spend a tenth of a second of CPU time on
-    the import while the group waits. The package is hidden because an image may have installed a
+    If each restarted worker imported the package itself, the import would cost a tenth of a second
+    of CPU time while the group waits. The package is hidden because an image may contain a
     different version of it, and that version needs its own modules.
     """
     spec = importlib.util.find_spec("ddpjob_report")
@@ -369,8 +375,8 @@ def import_report(place: str) -> None:
     for name in names:
         del sys.modules[name]
         package, _, child = name.rpartition(".")
-        # If the parent package kept this attribute, `from package import child` would still find
-        # the hidden module.
+        # `from package import child` would find the hidden module if the parent package kept it as
+        # an attribute.
         if package in sys.modules:
             delattr(sys.modules[package], child)
 
@@ -385,18 +391,18 @@ def _send(orders: socket.socket, **event: Any) -> None:
 def _import(modules: list[str], orders: socket.socket) -> str:
     """Import the modules in DDPJOB_PRELOAD, in order.
 
-    Return why workers must not be forked from this process; empty if they can be.
+    Return the reason why workers must not be forked from this process; empty if they can be forked.
     """
     if why := _find_obstacle():
         return f"{why} when Python starts or torch is imported in this image, so workers cannot be forked safely"
     asked = os.environ.get(NVML_CHECK)
-    # If this variable is set, torch.cuda.is_available() checks for a GPU without initializing CUDA.
+    # This variable makes torch.cuda.is_available() check for a GPU without initializing CUDA.
     os.environ[NVML_CHECK] = "1"
     for name in modules:
         _send(orders, importing=name)
         try:
             importlib.import_module(name)
-        # An import error is only logged, because the script might not need this module.
+        # Only log an import error, because the script might not need this module.
         except ImportError as error:
             log(f"DDPJOB_PRELOAD: {name} cannot be imported: {error}")
         except BaseException as error:
@@ -412,14 +418,15 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 
 
 def _import_compiler(orders: socket.socket) -> None:
-    """Import torch's compiler at a time when no worker is ordered.
+    """Import torch's compiler while no worker is ordered.
 
-    If the import makes this process unsafe to fork, the server refuses to fork workers from now on.
+    If the import makes it unsafe to fork this process, the server refuses to fork workers from then
+    on.
     """
     try:
         with _remove_traces():
             late_dynamo.load()
-    # An error is only logged, because scripts that need the compiler would fail in any case.
+    # Only log the error. A script that needs the compiler would fail in any case.
     except BaseException as error:
         log(f"torch._dynamo cannot be imported: {type(error).__name__}: {error}")
     gc.freeze()
@@ -429,8 +436,8 @@ def _import_compiler(orders: socket.socket) -> None:
                 orders,
                 ready=f"{why} when torch._dynamo is imported in this image, so workers cannot be forked safely",
             )
-    # There are too many processes to fork. The workers that are running must not end because of
-    # this error.
+    # Fork failed because there are too many processes. Workers that are running must not end
+    # because of this error.
     except OSError as error:
         _send(
             orders, ready=f"it is unknown whether workers can be forked safely after torch._dynamo is imported: {error}"
@@ -438,12 +445,12 @@ def _import_compiler(orders: socket.socket) -> None:
 
 
 def _find_obstacle() -> str:
-    """Return why this process cannot be forked safely; empty if it can.
+    """Return the reason why this process cannot be forked safely; empty if it can.
 
-    Raises OSError if the process cannot fork at all.
+    Raises OSError if the process cannot be forked at all.
     """
-    # Fork before counting threads, because libraries that support forks, such as OpenBLAS, stop
-    # their threads before a fork.
+    # A fork makes some libraries, such as OpenBLAS, stop their threads, so fork before counting
+    # threads.
     child = os.fork()
     if child == 0:
         code = 2
@@ -460,7 +467,7 @@ def _find_obstacle() -> str:
 
 def _open_devices() -> bool:
     for file in Path("/proc/self/fd").iterdir():
-        # The descriptor that listed this folder is already closed.
+        # The listing includes its own descriptor, which is closed by now.
         with contextlib.suppress(OSError):
             if str(file.readlink()).startswith(DEVICES):
                 return True
@@ -491,14 +498,14 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
     try:
         reader, writer = opened = os.pipe()
         pid = os.fork()
-    # There are too many processes. The launcher will report this as the reason why this node ends.
+    # There are too many processes. The launcher will give this as the reason why the node ends.
     except OSError as error:
         for end in opened:
             os.close(end)
         _send(orders, number=order["number"], pid=0, problem=str(error))
         return
     if pid == 0:
-        os.setsid()  # Workers that torchrun starts have their own sessions, too.
+        os.setsid()  # Each worker that torchrun starts has its own session, too.
         signal.set_wakeup_fd(-1)
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -507,7 +514,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
             os.close(end)
         _become(order, parent)
     os.close(writer)
-    # This returns once the worker has its own session and handles signals, or once it has ended.
+    # Wait until the worker has its own session and handles signals, or has ended.
     os.read(reader, 1)
     os.close(reader)
     _send(orders, number=order["number"], pid=pid)
@@ -516,8 +523,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
 def _become(order: dict[str, Any], parent: int) -> NoReturn:
     """Turn this forked process into a worker, and run the worker's program.
 
-    For worker.py, the process is in the same state as a new interpreter, except that torch is
-    already imported.
+    To worker.py, the process looks like a new interpreter in which torch is already imported.
     """
     code = 1
     try:
@@ -526,18 +532,18 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         if not (os.environ.get("PYTHONFAULTHANDLER") or "faulthandler" in sys._xoptions or sys.flags.dev_mode):
-            # The launcher has enabled faulthandler. A new interpreter enables it only if it is
-            # asked to.
+            # The launcher has enabled faulthandler. A new interpreter would enable it only on
+            # request.
             faulthandler.disable()
         _redirect(order)
         _renew_libraries()
         shared = set(sys.modules)
         runtime = [sys.modules.pop(name) for name in shared if name.partition(".")[0] == __name__.partition(".")[0]]
-        # worker.py calls `hide_torch` only after it has installed its hook in torch.optim. The hook
-        # counts steps.
+        # worker.py calls `hide_torch` only after installing the hook in torch.optim that counts
+        # steps.
         code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
         _finalize(shared)
-        del runtime  # Until here, this reference has kept the hidden modules alive.
+        del runtime  # This reference kept the hidden modules alive until now.
     finally:
         if code == -signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -546,8 +552,9 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
 
 
 def _redirect(order: dict[str, Any]) -> None:
-    """Redirect the output to the files that the order names, and make the streams unbuffered, as
-    with `python -u`.
+    """Redirect the output to the files that the order names, and make the streams unbuffered.
+
+    `python -u` makes the streams unbuffered in the same way.
     """
     for target, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path:
@@ -555,14 +562,14 @@ def _redirect(order: dict[str, Any]) -> None:
             os.dup2(opened, target)
             os.close(opened)
     libc = ctypes.CDLL(None)
-    # Make C's own streams unbuffered, too. The 2 means _IONBF.
+    # Make C's own streams unbuffered, too (2 is _IONBF).
     for name in ("stdin", "stdout", "stderr"):
-        # A different C library may have different names for its streams.
+        # Other C libraries may use different names for these streams.
         with contextlib.suppress(ValueError):
             libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, 2, 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
-        if old is None:  # This stream was already closed when the launcher was started.
+        if old is None:  # This stream was already closed when the launcher started.
             continue
         raw = io.FileIO(number, "wb", closefd=False)
         raw.name = f"<{name}>"
@@ -579,12 +586,12 @@ def _redirect(order: dict[str, Any]) -> None:
 
 
 def _renew_libraries() -> None:
-    """Renew the state that would be the same in all forked workers, and the state that depends on
-    the environment.
+    """Renew state that forked workers would otherwise share, and state that depends on the
+    environment.
 
-    Python's own random generator needs no renewal, because it reseeds itself after a fork.
+    Python's own random generator needs no help, because it reseeds itself after a fork.
     """
-    tempfile.tempdir = None  # The script may set TMPDIR to a different folder.
+    tempfile.tempdir = None  # The script may have set TMPDIR.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     sys.modules["torch"].random.default_generator.seed()
@@ -596,7 +603,7 @@ def _renew_libraries() -> None:
 def _exit_code_of(program: Callable[[], None]) -> int:
     """Run the program, and handle its exceptions as the interpreter does.
 
-    Return the exit code; -SIGINT if the process should end with that signal.
+    Return the exit code. If the process should end with SIGINT, the code is -SIGINT.
     """
     try:
         program()
@@ -616,14 +623,14 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 def _finalize(shared: set[str]) -> None:
     """Finalize the program and the modules that it has imported, as the interpreter does at exit.
 
-    torch and the other modules in `shared` are not finalized, because that would take a second.
+    Leave out torch and the other modules in `shared`, because finalizing them would take a second.
     """
     threading._shutdown()  # type: ignore[attr-defined]
-    # Python 3.9 raises the last exception again, although this exception was already printed.
+    # Python 3.9 raises the last exception again, although that exception was already printed.
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    # An interpreter suspends daemon threads while it ends. Here, a long switch interval keeps
-    # daemon threads from running after their modules have lost their globals.
+    # An interpreter suspends daemon threads while it ends. Here, a long switch interval has the
+    # same effect: no daemon thread runs after its modules have lost their globals.
     sys.setswitchinterval(1000.0)
     threading.excepthook = lambda _: None
     program = [sys.modules.pop(name) for name in list(sys.modules) if name not in shared or name == "__main__"]
@@ -634,7 +641,7 @@ def _finalize(shared: set[str]) -> None:
         module = reference()
         if module is not None:
             for name in [n for n in vars(module) if n != "__builtins__"]:
-                # This closes files that are still open, and writes their buffers.
+                # Dropping the last reference to an open file flushes and closes the file.
                 vars(module)[name] = None
     gc.collect()
     sys.stdout.flush()

@@ -19,7 +19,7 @@ BACKPORT = "importlib_metadata"
 def import_torchrun() -> Any:
     """Import and return torch.distributed.run.
 
-    Raises any error from a broken torch, such as ImportError or OSError.
+    If torch is broken, any error may be raised, such as ImportError or OSError.
     """
     with uncollected(), _backport():
         return importlib.import_module("torch.distributed.run")
@@ -31,7 +31,7 @@ def _backport() -> Iterator[None]:
 
     torch imports `entry_points` from this package, but does not install it
     (pytorch/pytorch#163946). If an image lacks the package, the substitute exists only while torch
-    is imported, because scripts must not find the substitute later.
+    is being imported, so that scripts do not find it later.
     """
     if sys.version_info >= (3, 10) or importlib.util.find_spec(BACKPORT) is not None:
         yield
@@ -46,7 +46,7 @@ def _backport() -> Iterator[None]:
 
 
 class _EntryPoints(tuple):  # type: ignore[type-arg]
-    """The entry points of a group. `points[NAME]` looks up one of them by its name."""
+    """The entry points of a group. `points[NAME]` is the entry point with that name."""
 
     def __getitem__(self, name: Any) -> Any:
         return next(point for point in self if point.name == name)

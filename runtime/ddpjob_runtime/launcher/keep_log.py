@@ -1,28 +1,27 @@
 """Keeps the end of a pod's output next to its checkpoints, where it outlives the pod.
 
-Problem: `kubectl logs` cannot show the log of a pod that is gone, such as an evicted pod or a pod
-of a lost Kubernetes node.
+Problem: once a pod is gone, `kubectl logs` cannot show its log. This happens when a pod is evicted
+or its Kubernetes node is lost.
 
-Rule: the launcher and its workers write into two pipes instead of the container's output. The
-container's first process (pid1.py), which exists anyway, reads the pipes. This process adds each
-piece of output to a bounded buffer and passes the piece on unchanged. A thread writes the buffer to
-a file or to the bucket.
+Rule: the launcher and its workers write into two pipes instead of the container's output. PID 1
+(pid1.py), which the container has anyway, reads these pipes. It passes each piece of output on
+unchanged, and adds the piece to a bounded buffer. A thread writes the buffer to a file or to the
+bucket.
 
     worker, launcher --pipe--> PID 1 --> container's output    as fast as its reader takes it
-                                    \\-> buffer --> file        by a thread
+                                    \-> buffer --> file        by a thread
 
 - Adding to the buffer never waits, so a full or hung volume costs only the kept log. A line in the
-  pod's own log reports such a problem once, and the kept log contains the number of missing bytes.
-- Closing the log takes at most three seconds, or a quarter of the grace period if a quarter is
-  less. The launcher and its workers get a grace period that is shorter by this time, so that PID 1
-  returns the exit code before the pod is killed.
-- PID 1 outlives the launcher and the workers, so the last lines of the launcher and the workers are
-  kept no matter what ends these processes. If the whole container is killed without warning, the
-  output of the last second is lost. If the log is kept in a bucket, the output of the last minute
-  is lost.
-- A pod keeps at most MAX_KEPT_LOG bytes. When a pod starts, it removes the oldest logs of its slot.
-  DDPJOB_LOGS_KEPT is the number of logs per slot. If DDPJOB_LOGS_KEPT is 0 or unset, no logs are
-  kept.
+  pod's own log reports such a problem once, and the kept log states the number of missing bytes.
+- Closing the log takes at most three seconds, or a quarter of the grace period if that is shorter.
+  The grace period of the launcher and its workers is reduced by this time, so that PID 1 returns
+  the exit code before the pod is killed.
+- PID 1 outlives the launcher and the workers, so their last lines are kept no matter what ends
+  them. If the whole container is killed without warning, the output of the last second is lost. If
+  the log is kept in a bucket, the output of the last minute is lost.
+- A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
+  DDPJOB_LOGS_KEPT is the number of logs to keep per slot. If the variable is 0 or unset, no logs
+  are kept.
 
 Example: DDPJOB_LOGS_KEPT is 3. When the pod `first-1-7` starts, it removes the log of `first-1-2`
 and leaves those of `first-1-4` and `first-1-5`. The attempt in the name determines which log is
@@ -48,24 +47,24 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 PIECE = 65536
-"""Maximum number of bytes to read at once. A pipe can hold this many bytes."""
+"""Maximum number of bytes to read at once, which is also the capacity of a pipe."""
 FILE_BYTES = protocol.MAX_KEPT_LOG // 2
-"""Maximum size in bytes of each of a log's two files. A full file is renamed, and replaces the
-older file.
+"""Maximum size in bytes of each of a log's two files. A full file is renamed and replaces the older
+one.
 """
 _NOTE_BYTES = 100
 _FILE_SECONDS, _BUCKET_SECONDS = 1.0, 60.0
-"""Seconds between two writes of new output. Output is written to a bucket less often, because an
-object can only be replaced as a whole.
+"""Seconds between writes of new output. Writes to a bucket are less frequent, because an object can
+only be replaced as a whole.
 """
 _CLOSE_SECONDS = 3.0
-"""Maximum number of seconds for passing on and writing the last output. A hung volume must not keep
-the pod from ending.
+"""Maximum number of seconds for passing on and writing the last output. The limit prevents a hung
+volume from delaying the end of the pod.
 """
 
 
 class Tail:
-    """A buffer for the newest bytes of the output. It drops older bytes and counts them."""
+    """A buffer for the latest bytes of the output, which drops and counts older bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -73,12 +72,11 @@ class Tail:
         self._data, self._dropped, self._added = bytearray(), 0, 0
 
     def add(self, data: bytes) -> None:
-        """Add bytes to the buffer. This never waits for the thread that writes."""
+        """Add bytes to the buffer, without waiting for the writing thread."""
         with self._lock:
             self._data += data
             self._added += len(data)
-            # Old bytes are not dropped at each addition, because dropping bytes moves all bytes
-            # after them.
+            # Dropping old bytes moves all bytes after them, so do not drop any at each addition.
             if len(self._data) > 2 * self._limit:
                 self._drop(len(self._data) - self._limit)
 
@@ -87,10 +85,10 @@ class Tail:
         self._dropped += count
 
     def read(self, take: bool) -> tuple[bytes, int, int]:
-        """Return the newest bytes, the number of bytes dropped before these, and the number of
+        """Return the buffered bytes, the number of bytes dropped before them, and the number of
         bytes ever added.
 
-        With `take`, the returned bytes are removed from the buffer.
+        With `take`, also remove the returned bytes from the buffer.
         """
         with self._lock:
             if len(self._data) > self._limit:
@@ -103,7 +101,9 @@ class Tail:
 
 
 class FileKeeper:
-    """Appends the output to a file. A full file becomes the older one of two files."""
+    """Appends the output to a file. When the file is full, it replaces an older file, and a new one
+    is started.
+    """
 
     seconds = _FILE_SECONDS
 
@@ -122,25 +122,27 @@ class FileKeeper:
         (self._folder / name).unlink()
 
     def write(self) -> None:
-        """Append the new output to the file. If this fails, the output is lost. Raises OSError."""
+        """Append the new output to the file. If this fails, the output is lost.
+
+        Raises OSError.
+        """
         data, dropped, _ = self.tail.read(take=True)
         self._lost += dropped
         if not data:
             return
         left = bytearray(_note(self._lost) + data)
         try:
-            # Do not create the checkpoint folder. If the volume is not mounted, the folder would be
-            # on the host's own disk.
+            # Do not create the checkpoint folder. Without the volume, the folder would be on the
+            # host's own disk.
             if self._folder.parent.is_dir():
                 self._append(left)
         finally:
-            # The next note must include the bytes that were not written. If the current note was
-            # not written completely, the next note must also include the losses that the current
-            # note reports.
+            # The next note must count the bytes that were not written. If even the current note was
+            # cut off, the next one must also count what the current note reports.
             self._lost = len(left) if len(left) <= len(data) else self._lost + len(data)
 
     def _append(self, left: bytearray) -> None:
-        """Append `left` to the file, and remove the written bytes from `left`.
+        """Append `left` to the file, removing the written bytes from `left`.
 
         A full volume may accept only some of the bytes.
         """
@@ -154,13 +156,13 @@ class FileKeeper:
 
 
 def _open_file(path: str, flags: int) -> int:
-    # Give the file the same mode as checkpoints. Programs that read the file, such as a dashboard,
-    # may run as other users.
+    # Use the same mode as for checkpoints. Programs that read the file, such as a dashboard, may
+    # run as other users.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class BucketKeeper:
-    """Uploads the newest output as one object to a bucket."""
+    """Uploads the latest output to a bucket, as a single object."""
 
     seconds = _BUCKET_SECONDS
 
@@ -189,11 +191,14 @@ class BucketKeeper:
         self._writer().delete(name)
 
     def write(self) -> None:
-        """Replace the object if there is new output. Raises BucketRefusal, Away."""
+        """Replace the object if there is new output.
+
+        Raises BucketRefusal, Away.
+        """
         data, dropped, added = self.tail.read(take=False)
         if added > self._written:
             writer = self._writer()
-            # The server has closed this connection, because it was idle for a minute.
+            # The server closes a connection that has been idle for a minute, so open a new one.
             writer.close()
             writer.put(self._name, _note(dropped) + data)
             self._written = added
@@ -204,7 +209,7 @@ def _note(missing: int) -> bytes:
 
 
 class KeptLog:
-    """Passes on the output of this container, and keeps the end of it.
+    """Passes on the output of this container, and keeps the last part of it.
 
     `keeper` is a FileKeeper or a BucketKeeper. `kept` is the number of logs to keep for this pod's
     slot.
@@ -213,11 +218,12 @@ class KeptLog:
     def __init__(self, keeper: Any, job: JobEnvironment, kept: int) -> None:
         self._keeper, self._job, self._kept = keeper, job, kept
         self._pipes = {1: os.pipe(), 2: os.pipe()}
-        """The pipes that replace standard output (1) and standard error (2), each as (read end,
-        write end)."""
+        """The pipes that replace standard output (1) and standard error (2). Each pipe is a pair
+        (read end, write end).
+        """
         self._end = os.pipe()
         self._rests = {1: b"", 2: b""}
-        """The last line of each stream, while it is incomplete."""
+        """The incomplete last line of each stream."""
         self._grace = _read_grace(job)
         known = GRACE_SECONDS if self._grace is None else self._grace
         self._close_seconds = max(0.5, min(_CLOSE_SECONDS, known / 4))
@@ -227,10 +233,10 @@ class KeptLog:
 
     @classmethod
     def prepare(cls) -> KeptLog | None:
-        """Create the pipes, and return a KeptLog; return None if this pod's log is not to be kept.
+        """Create the pipes, and return a KeptLog; return None if this pod's log should not be kept.
 
-        If the container has a terminal, its log is not kept, because programs can tell a pipe from
-        a terminal.
+        If the container has a terminal, its log is not kept, because programs behave differently
+        when they write to a pipe.
         """
         job = JobEnvironment.read()
         kept = int(job.logs_kept) if job.logs_kept.isdecimal() else 0
@@ -242,9 +248,9 @@ class KeptLog:
         return cls(FileKeeper(Path(job.checkpoint_dir), name), job, kept) if job.checkpoint_dir else None
 
     def divert(self) -> None:
-        """Make this process, which is the launcher, write its output into the pipes.
+        """Redirect the output of this process, the launcher, into the pipes.
 
-        Also shorten the launcher's grace period, so that the launcher ends before PID 1 has to end.
+        Also shorten the launcher's grace period, so that the launcher ends before PID 1 must end.
         The workers inherit the pipes and the shorter grace period.
         """
         if self._grace is not None:
@@ -255,10 +261,10 @@ class KeptLog:
             os.close(descriptor)
 
     def begin(self) -> None:
-        """Start threads that pass on and keep the output of the launcher.
+        """Start threads that pass on and keep the launcher's output.
 
-        Call this while signals are blocked. Signals then stay blocked in the threads, so that the
-        kernel delivers them to the main thread.
+        Call this while signals are blocked. They then stay blocked in the threads, so the kernel
+        delivers them to the main thread.
         """
         for target, (reader, writer) in self._pipes.items():
             os.close(writer)
@@ -268,9 +274,9 @@ class KeptLog:
         self._thread.start()
 
     def finish(self) -> None:
-        """Pass on and write the rest of the output after the launcher has ended.
+        """Pass on and write the remaining output after the launcher has ended.
 
-        Do not wait for the pipes to close, because other processes may still have them open.
+        Do not wait for the pipes to close, because other processes may still hold them open.
         """
         os.close(self._end[1])
         deadline = time.monotonic() + self._close_seconds
@@ -295,9 +301,9 @@ class KeptLog:
             _pass_on(target, piece)
 
     def _keep(self, target: int, piece: bytes) -> None:
-        """Add only whole lines to the buffer, so that lines of the two streams do not mix."""
+        """Add only whole lines to the buffer, so that the lines of the two streams do not mix."""
         lines, newline, rest = (self._rests[target] + piece).rpartition(b"\n")
-        # A very long line without an end, such as a progress bar, is not held back.
+        # Do not hold back a very long line that has not ended, such as a progress bar.
         if len(rest) > PIECE:
             lines, newline, rest = lines + newline + rest, b"", b""
         self._rests[target] = rest
@@ -329,14 +335,14 @@ def _read_grace(job: JobEnvironment) -> float | None:
     try:
         return job.grace
     except VariableError:
-        return None  # The launcher itself reports that this value is invalid.
+        return None  # The launcher itself will report the invalid value.
 
 
 def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
     """Return the logs of this pod's slot that must be removed so that only `kept` logs remain.
 
-    The log of this pod is one of the `kept`. Logs of an earlier job with the same name count as
-    older than the logs of this job.
+    This pod's own log is one of the `kept` logs. Logs of an earlier job with the same name count as
+    older than logs of this job.
     """
     found: dict[tuple[bool, int, str], list[str]] = {}
     own = protocol.read_kept_log(protocol.kept_log_name(job.pod, job.uid))
@@ -350,7 +356,7 @@ def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
 
 
 def _pass_on(target: int, piece: bytes) -> None:
-    """Write bytes to the container's output, however long that takes.
+    """Write bytes to the container's output, however long it takes.
 
     If the output is broken, the bytes are lost.
     """

@@ -1,9 +1,9 @@
 """Applies the environment variables that a script sets before `import torch`, even though torch is
 already imported.
 
-In a worker that was forked with torch imported, torch is hidden until the program imports it. At
-that import, torch rereads those variables that the program has changed. If torch cannot reread some
-of these variables, a line on stderr names them.
+A worker may be forked from a process that has imported torch. In that case, torch is hidden from
+the worker until its program imports torch. At that import, torch rereads the variables that the
+program has changed. If torch cannot reread some of them, a line on stderr names those variables.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ READ_ONCE = (
     "PYTORCH_JIT", "KINETO_", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "TORCH_CUDA_SANITIZER", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_",
 )  # fmt: skip
-"""Prefixes of variables that torch or its libraries read only when they are loaded. Such variables
-cannot be read again.
+"""Prefixes of variables that torch or its libraries read only when they are loaded, and cannot read
+again.
 """
 
 
 def hide_torch(paths: list[str]) -> None:
     """Remove torch from sys.modules until the program imports it.
 
-    When the program imports torch, restore torch, and find the variables that the program has
-    changed in the environment. `paths` are the entries that torch has added to sys.path. These
-    entries are also removed from sys.path until the program imports torch.
+    The import restores torch and finds out which environment variables the program has changed.
+    `paths` are the entries that torch has added to sys.path. They are also removed until the
+    import.
     """
     hidden = {name: module for name, module in sys.modules.items() if name == "torch" or name.startswith("torch.")}
     for name in hidden:
@@ -46,7 +46,7 @@ def hide_torch(paths: list[str]) -> None:
 def hide_loggers() -> dict[str, logging.Logger]:
     """Remove torch's loggers, and return them by name.
 
-    The loggers are removed because logging.config would disable loggers that exist already.
+    If they stayed, logging.config would disable them, as it does with all existing loggers.
     """
     known = logging.root.manager.loggerDict
     names = [name for name in known if name == "torch" or name.startswith("torch.")]
@@ -57,8 +57,8 @@ def hide_loggers() -> dict[str, logging.Logger]:
 def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
     """Restore torch's loggers.
 
-    If the program has configured a logger with the same name in the meantime, the program's
-    settings are kept. torch's own logger object then shares the state of the program's logger.
+    If the program has meanwhile configured a logger of the same name, the program's settings are
+    kept, and torch's own logger object shares the state of the program's logger.
     """
     manager: Any = logging.root.manager
     for name, logger in hidden.items():
@@ -70,8 +70,7 @@ def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
             continue
         manager.loggerDict[name] = logger
         manager._fixupParents(logger)
-        # This is a placeholder, which means that the program has only created a child of this
-        # logger.
+        # Here, `made` is a placeholder: the program has only created a child of this logger.
         if made is not None:
             manager._fixupChildren(made, logger)
     manager._clear_cache()
@@ -87,7 +86,7 @@ class Reveal:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return a spec for the hidden torch; None for every other module.
 
-        torch's submodules need no spec, because Python imports torch before them.
+        torch's submodules do not need a spec, because Python imports torch first.
         """
         if name != "torch" or self._spec is None:
             return None
@@ -97,11 +96,11 @@ class Reveal:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the hidden module instead of creating one."""
+        """Return the hidden module instead of creating a new one."""
         return self._hidden["torch"]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore torch's modules instead of running torch's code again.
+        """Restore torch's modules without running torch's code again.
 
         Then make torch reread the variables that have changed.
         """
@@ -117,12 +116,13 @@ class Reveal:
 
 
 def read_again(changed: Iterable[str]) -> None:
-    """Make torch reread these variables, and report the variables that it cannot reread."""
+    """Make torch reread these variables, and report those that it cannot reread."""
     left = {name for name in changed if name.startswith(READ_ONCE)}
     for names, read in RENEWALS:
         found = names.intersection(changed)
         if found:
-            # If this version of torch lacks the function, the variable is reported.
+            # If this version of torch lacks the function, the variable remains in `left` and is
+            # reported.
             with contextlib.suppress(Exception):
                 read(sys.modules["torch"])
                 left -= found
@@ -141,7 +141,7 @@ def read_threads(torch: Any) -> None:
 
 
 def read_allocator(torch: Any) -> None:
-    """Set the options of the GPU allocator. The program has not used the allocator yet."""
+    """Set the options of the GPU allocator, which the program has not used yet."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     # Versions of torch without this function read the variable when the allocator is first used.
@@ -158,10 +158,10 @@ RENEWALS: tuple[tuple[frozenset[str], Callable[[Any], None]], ...] = (
 
 
 def read_configurations(changed: Iterable[str]) -> None:
-    """Give the modules with torch's settings the defaults that follow from the new environment.
+    """Update the default settings in torch's configuration modules to suit the new environment.
 
-    Such modules belong to dynamo and inductor, for example. If the source of a module mentions one
-    of the changed variables, a copy of the module is run.
+    dynamo and inductor have such modules, for example. If the source of a module mentions one of
+    the changed variables, a copy of the module is run to find its new defaults.
     """
     words = [name.encode() for name in changed]
     for name, module in list(sys.modules.items()):
@@ -169,7 +169,7 @@ def read_configurations(changed: Iterable[str]) -> None:
         file = getattr(module, "__file__", None)
         if not name.startswith("torch.") or not isinstance(settings, dict) or not file:
             continue
-        # This may be a different version of torch, or torch without its source.
+        # This version of torch may be different, or its source may be missing.
         with contextlib.suppress(Exception):
             source = Path(file).read_bytes()
             if any(word in source for word in words):
@@ -179,7 +179,7 @@ def read_configurations(changed: Iterable[str]) -> None:
 def replace_defaults(name: str, module: Any, settings: dict[str, Any], file: str) -> None:
     """Run a copy of the module, and adopt the copy's defaults.
 
-    Values that the program itself has set are kept.
+    Values that the program has set itself are kept.
     """
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
@@ -193,4 +193,4 @@ def replace_defaults(name: str, module: Any, settings: dict[str, Any], file: str
         for field in ("default", "env_value_force", "env_value_default"):
             if key in settings and hasattr(entry, field):
                 setattr(settings[key], field, getattr(entry, field))
-    module._is_dirty = True  # The module would otherwise keep the hash of its old settings.
+    module._is_dirty = True  # Otherwise, the module would keep the hash of its old settings.

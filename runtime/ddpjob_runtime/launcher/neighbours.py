@@ -1,15 +1,16 @@
 """Watches the nodes before and after this one in rank order, so that an unreachable host is noticed
 early.
 
-A host without power or network sends nothing, and neither does a process that is paused for a few
-seconds. All other nodes wait until it is clear whether the host is unreachable or the process is
-paused. The kernel of a live host acknowledges bytes even for a paused process (`acknowledgements`).
+A host without power or network sends nothing, but neither does a process that is paused for a few
+seconds. All other nodes have to wait until it is clear which of the two has happened.
+Acknowledgements distinguish these cases, because the kernel of a live host acknowledges bytes even
+for a paused process (`acknowledgements`).
 
-So the nodes of a round form a ring. Each node connects to the next node. Each end of a connection
-sends a byte every TICK_SECONDS, if its previous byte is acknowledged. An end whose byte is not
-acknowledged for SILENT_SECONDS reports this to the coordinator, and reports again when the byte is
-acknowledged. In a job of any size, a node has only two such connections, and these cost the
-coordinator nothing.
+So the nodes of a round form a ring, in which each node connects to the next one. Each end of a
+connection sends a byte every TICK_SECONDS, as long as its previous byte has been acknowledged. An
+end whose byte is not acknowledged for SILENT_SECONDS reports this to the coordinator, and reports
+again when the byte is acknowledged. In a job of any size, a node has only two such connections, and
+these cost the coordinator nothing.
 
 A single connection may also break although both hosts are alive. So the coordinator also checks its
 own connection to the silent member before it declares the member lost (`coordinator/witnesses.py`).
@@ -20,9 +21,9 @@ Example with 8 nodes, when the host of rank 3 loses its network:
     0.60  both report to the coordinator that rank 3 is silent
     0.95  the coordinator's own byte is not acknowledged either: rank 3 is lost
 
-A connection begins with one line from each side. Each line proves that the sender knows the job's
-token and is in the same round. With a copy of such a line, an attacker could forge only one of the
-two observations that a loss requires.
+A connection begins with one line from each side. Each line proves that its sender knows the job's
+token and is in the same round. By copying such a line, an attacker could forge only one of the two
+observations that are needed to declare a loss.
 
 If POD_IP is not set, as under `ddpjob run`, all nodes are on the same host, and nothing is watched.
 Why: docs/decisions/0025.
@@ -47,34 +48,34 @@ from ddpjob_runtime.launcher.shutdown import log
 
 TICK_SECONDS = 0.1
 SILENT_SECONDS = 0.5
-"""A neighbour is reported as silent if the kernel of its host has acknowledged nothing for this
-many seconds.
+"""Number of seconds without an acknowledgement from its host's kernel after which a neighbour is
+reported as silent.
 """
 REPEAT_SECONDS = 1.0
-"""A silent neighbour is reported again after this many seconds, in case the report was lost."""
+"""Seconds between reports of the same silent neighbour, in case a report is lost."""
 STALL_SECONDS = 0.5
-"""If a tick comes this many seconds after the previous tick, this process or its host was paused.
-The measurement of the neighbours' silence then begins again.
+"""If two ticks are more than this many seconds apart, this process or its host was paused. The
+neighbours' silence is then measured from zero again.
 """
 GREETING_SECONDS = 2.0
-"""How many seconds the two sides of a new connection have to prove that they know the token."""
+"""How many seconds both sides of a new connection get to prove that they know the token."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """The first and the longest pause between attempts to connect, in seconds."""
 GIVEN_UP_SECONDS = 30.0
-"""How many seconds the kernel keeps a connection whose bytes are not acknowledged."""
+"""Number of seconds without an acknowledgement after which the kernel gives up a connection."""
 MAX_GREETING = 512
 MAX_STRANGERS = 8
-"""Maximum number of connections whose other side has not yet proved that it knows the token."""
+"""Maximum number of connections whose other side has not proved yet that it knows the token."""
 BEAT = b"."
 GREETING = "neighbour"
-"""Verb of the two lines with which a connection begins."""
+"""Verb of the first line that each side of a connection sends."""
 
 
 @dataclass(frozen=True)
 class RingPlace:
-    """This node's place in a round's ring.
+    """This node's place in the ring of a round.
 
-    `next` is the address of the next node; None if it is unknown.
+    `next` is the address of the next node; None if the address is unknown.
     """
 
     generation: int
@@ -95,15 +96,17 @@ class RingPlace:
 
     @property
     def connects(self) -> bool:
-        """Whether this node connects to the next one. In a ring of two, only rank 0 connects."""
+        """Whether this node connects to the next one.
+
+        In a ring of two nodes, only rank 0 connects.
+        """
         return self.next is not None and (self.world > 2 or self.rank == 0)
 
     @classmethod
     def read(cls, generation: int, go: dict[str, Any]) -> RingPlace | None:
         """Read the place from the coordinator's `go`; return None if this node has no neighbours.
 
-        Raises:
-            ValueError: a field is invalid; the message names it.
+        Raises: ValueError: a field is invalid; the message names the field.
         """
         number = protocol.whole_number(go.get("round"), "round")
         world = protocol.whole_number(go.get("world"), "world", 1, protocol.MAX_PODS)
@@ -111,14 +114,14 @@ class RingPlace:
         return cls(generation, number, rank, world, _read_address(go.get("next"))) if world > 1 else None
 
     def seal(self, token: str, side: str, rank: int, nonce: str) -> str:
-        """Return the proof that the node with the group rank `rank` knows the token.
+        """Return a proof that the node with group rank `rank` knows the token.
 
-        `side` says whether that node has opened or accepted the connection.
+        `side` says whether that node opened or accepted the connection.
         """
         return protocol.seal(token, *self._parts(side, rank, nonce))
 
     def is_sealed(self, proof: Any, token: str, side: str, rank: int, nonce: str) -> bool:
-        """Whether `proof` equals the proof that `seal` returns for the same arguments."""
+        """Whether `proof` is what `seal` returns for the same arguments."""
         return protocol.is_sealed(proof, token, *self._parts(side, rank, nonce))
 
     def _parts(self, side: str, rank: int, nonce: str) -> tuple[str, ...]:
@@ -128,7 +131,7 @@ class RingPlace:
 def _read_address(given: Any) -> tuple[str, int] | None:
     """Return the IP address and port to connect to; None if they are invalid.
 
-    A name instead of an IP address is also invalid, because looking up a name could take long.
+    A host name is invalid, too, because looking it up could take a long time.
     """
     if not isinstance(given, dict):
         return None
@@ -140,10 +143,10 @@ def _read_address(given: Any) -> tuple[str, int] | None:
 
 
 class _Link:
-    """One connection to a neighbour.
+    """A connection to a neighbour.
 
-    `rank` is None until the neighbour has proved who it is. `nonce` is part of the line that this
-    node sends after it has connected. If the other node connects, `nonce` is empty.
+    `rank` is None until the neighbour has proved who it is. If this node opened the connection,
+    `nonce` is part of the first line that it sends; otherwise, `nonce` is empty.
     """
 
     def __init__(self, stream: socket.socket, until: float, nonce: str = "") -> None:
@@ -158,8 +161,8 @@ class Neighbours:
     """Watches the neighbours of this node, in one round after another.
 
     `report(round, rank, silent)` is called with `silent=True` when a neighbour becomes silent, and
-    again every REPEAT_SECONDS. When the neighbour is heard again, `report` is called with
-    `silent=False`. `host` is the address to listen on. Raises OSError.
+    again every REPEAT_SECONDS. It is called with `silent=False` when the neighbour is heard from
+    again. `host` is the address to listen on. Raises OSError if this node cannot listen on it.
     """
 
     def __init__(self, host: str, token: str, report: Callable[[int, int, bool], None]) -> None:
@@ -167,23 +170,26 @@ class Neighbours:
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=16)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        # The place that another thread has set. This place applies from the next tick on.
+        # The place that another thread has set. It takes effect at the next tick.
         self._wanted: RingPlace | None = None
         self._place: RingPlace | None = None
         self._links: list[_Link] = []
-        # When each silent neighbour was last reported, by its rank.
+        # Maps the rank of each silent neighbour to the time of the last report about it.
         self._reported: dict[int, float] = {}
         self._connect_at, self._pause = 0.0, FIRST_PAUSE
         self._ticked: float | None = None
 
     def enter(self, place: RingPlace | None) -> None:
-        """Watch the neighbours in this round from the next tick on. Any thread can call this."""
+        """Watch the neighbours in this round, beginning with the next tick.
+
+        Any thread can call this.
+        """
         self._wanted = place
 
     def run(self) -> None:
         """Call `tick` regularly until this process ends.
 
-        An exception ends only this method, and not the launcher.
+        An exception ends only this method, not the launcher.
         """
         try:
             while True:
@@ -201,7 +207,7 @@ class Neighbours:
         self._links = []
 
     def tick(self, now: float) -> None:
-        """Do everything that is due at `now` (monotonic seconds). Do not wait for anything."""
+        """Do everything that is due at the monotonic time `now`, without waiting for anything."""
         place = self._wanted
         if place != self._place:
             for link in self._links:
@@ -212,14 +218,14 @@ class Neighbours:
         self._accept(now)
         if place is None:
             return
-        with contextlib.suppress(OSError):  # For example, too many open files.
+        with contextlib.suppress(OSError):  # There may be too many open files, for example.
             self._connect(place, now)
         for link in list(self._links):
-            if link in self._links:  # The connection may have been dropped earlier in this tick.
+            if link in self._links:  # An earlier step may have dropped this link.
                 self._attend(link, place, now, stalled)
 
     def _attend(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> None:
-        """Serve a connection, and close it if it can no longer be used."""
+        """Serve a connection, and close it if it is no longer usable."""
         try:
             if self._serve(link, place, now, stalled):
                 return
@@ -250,7 +256,7 @@ class Neighbours:
             return
         self._connect_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         stream = _prepared(socket.socket(_family(place.next[0])))
-        # If connecting fails, the failure is noticed later, when the greeting is sent.
+        # A failure to connect is noticed later, when the greeting is sent.
         stream.connect_ex(place.next)
         self._links.append(_Link(stream, now + GREETING_SECONDS, secrets.token_hex(16)))
 
@@ -265,9 +271,10 @@ class Neighbours:
     # ---- one connection
 
     def _serve(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> bool:
-        """Do what is due on a connection: greet, read and send a byte.
+        """Do whatever is due on a connection: greet, read, or send a byte.
 
-        Return False if the connection can no longer be used. Raises OSError.
+        Return False if the connection is no longer usable. Raises OSError if the connection is
+        broken.
         """
         if not link.has_greeted:
             return self._greet(link, place) or now < link.until
@@ -283,9 +290,10 @@ class Neighbours:
         return True
 
     def _greet(self, link: _Link, place: RingPlace) -> bool:
-        """Send the first line of a connection that this node has opened.
+        """Send the first line on a connection that this node has opened.
 
-        Return False if the connection is not established yet. Raises OSError.
+        Return False if the connection is not established yet. Raises OSError if it cannot be
+        established.
         """
         problem = link.stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
@@ -300,7 +308,7 @@ class Neighbours:
         return True
 
     def _read_greeting(self, link: _Link, place: RingPlace) -> bool:
-        """If the other side's line is complete, check it. Return False if the line is wrong."""
+        """Check the other side's line, if it is complete. Return False if the line is wrong."""
         line, newline, _ = link.received.partition(b"\n")
         if len(line) > MAX_GREETING:
             return False
@@ -329,7 +337,7 @@ class Neighbours:
         return True
 
     def _beat(self, link: _Link, place: RingPlace, rank: int, now: float, stalled: bool) -> None:
-        """Send the next byte, or report that the neighbour has not acknowledged the last byte."""
+        """Send the next byte, or report that the neighbour has not acknowledged the last one."""
         if is_acknowledged(link.stream):
             self._withdraw(place, rank)
             link.stream.send(BEAT)
@@ -342,7 +350,7 @@ class Neighbours:
 
 
 def watch_neighbours(host: str, token: str, report: Callable[[int, int, bool], None]) -> Neighbours | None:
-    """Watch the neighbours of this node in a thread; return None if that is impossible."""
+    """Watch the neighbours of this node in a thread; return None if they cannot be watched."""
     if not host or not shows_acknowledgements():
         return None
     try:
@@ -359,7 +367,10 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _prepared(stream: socket.socket) -> socket.socket:
-    """Set the options of a connection between neighbours. Raises OSError."""
+    """Set the options of a connection between neighbours, and return the connection.
+
+    Raises OSError.
+    """
     stream.setblocking(False)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GIVEN_UP_SECONDS * 1000))

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-# The files of cgroup v2 and v1. Each of FILES has a line "oom_kill N".
+# The files of cgroup v2 and cgroup v1. Each file in FILES has a line "oom_kill N".
 FILES = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def oom_kills() -> int:
-    """Return how many processes of this container the kernel has killed to free memory.
+    """Return how many of this container's processes the kernel has killed to free memory.
 
-    If the number is unknown, the result is 0.
+    If the number is unknown, return 0.
     """
     for text in _readable(FILES):
         for line in text.splitlines():
@@ -38,4 +38,4 @@ def _readable(paths: tuple[Path, ...]) -> Iterator[str]:
         try:
             yield path.read_text()
         except OSError:
-            continue  # The host uses the other version of cgroups, so this file does not exist.
+            continue  # This file does not exist if the host uses the other version of cgroups.

@@ -10,17 +10,17 @@ from types import FrameType
 from ddpjob_runtime.launcher.keep_log import KeptLog
 
 # Other signals are not forwarded, because some of them, such as SIGUSR1, would end the launcher.
-# The kernel delivers a signal to PID 1 only if PID 1 has a handler for it.
+# The kernel delivers a signal to PID 1 only if PID 1 has a handler for that signal.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def become_init(kept: KeptLog | None = None) -> None:
     """Fork this process. Return only in the child, which continues as the launcher.
 
-    The parent stays PID 1. It passes on the child's output, adds the output to the log that `kept`
-    keeps, and exits when the child has ended.
+    The parent remains PID 1. It passes on the child's output and adds that output to the log kept
+    by `kept`. When the child has ended, the parent exits.
     """
-    # No signal must be lost between the fork and the installation of the handlers.
+    # Signals must not be lost between the fork and the installation of the handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     child = os.fork()
     if child == 0:
@@ -33,7 +33,7 @@ def become_init(kept: KeptLog | None = None) -> None:
         try:
             os.kill(child, number)
         except ProcessLookupError:
-            return  # The child has just ended, which the loop below will notice.
+            return  # The child has just ended, and the loop below will notice.
 
     for number in PASSED_ON:
         signal.signal(number, pass_on)

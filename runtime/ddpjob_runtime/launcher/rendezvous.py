@@ -3,23 +3,24 @@ round.
 
 To get its next group, torchrun's agent calls its handler's `next_rendezvous`. It then starts
 workers with the rank, world size and store that the handler returns. With torchrun's own handler,
-c10d, the agents find each other through a store. Each agent polls the store about once a second. If
-there are many agents, they overwrite each other's view of the group. Here the coordinator knows
+c10d, the agents find each other through a store, which each agent polls about once a second. If
+there are many agents, they overwrite each other's view of the group. Here, the coordinator knows
 which agents are ready, so an agent only waits for its `go`.
 
     agent -> coordinator   ready {host, port}      no workers here; a store would be at host:port
     coordinator -> agent   go {round 8, rank 2, world 3, members [rank 0's host and port]}
 
-The handler only has to provide a store, in rank 0's agent, in which the round's workers meet.
+All that remains for the handler is to provide a store, hosted by rank 0's agent, in which the
+round's workers meet.
 
-- Standard: the agents meet at c10d's store next to the coordinator, with a separate key prefix for
-  each round (`RUN-8/`), so that keys of a dead round do not matter. Rank 0 opens a store for the
-  workers and writes its address there. The others poll for the address, because a store's own wait
-  could not be interrupted when the round is over.
-- Fast: there is no central store. Every agent opens a store before it sends `ready`. The store of
-  rank 0 is used. The other agents drop their own stores and connect to it.
+- Standard: the agents meet at c10d's store next to the coordinator. Each round has its own key
+  prefix (`RUN-8/`), so that keys of a dead round do not matter. Rank 0 opens a store for the
+  workers and writes its address to c10d's store. The other agents poll for this address, because a
+  store's own wait could not be interrupted when the round is over.
+- Fast: there is no central store. Every agent opens a store before it sends `ready`. Only the store
+  of rank 0 is used. The other agents drop their own stores and connect to it.
 
-A round may end before it is complete, because one of its nodes has died. Then a store is
+A round may end before it is complete, because one of its nodes has died. In that case, a store is
 unreachable or a key is missing. Such an error (CAME_APART) makes the handler wait for the next
 `go`. While the handler waits for a store, it keeps checking whether the round is over
 (`must_restart`), so a dead rank 0 does not cost the others STORE_SECONDS.
@@ -54,31 +55,32 @@ from ddpjob_runtime.launcher.shutdown import Shutdown, log
 
 FAST_BACKEND = "ddpjob"
 STORE_SECONDS = 15.0
-"""How many seconds to wait for a key in a complete rendezvous. If the key does not appear in this
-time, the node that should have written it must be dead.
+"""How many seconds to wait for a key in a complete rendezvous. If the key is still missing after
+this time, the node that should have written it must be dead.
 """
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
-"""How many seconds connecting to a listening store can take. torch first looks up the name of the
-store's address, and the name server may be slow or down."""
+"""How many seconds connecting to a listening store may take. torch first looks up the store's host
+name, and the name server may be slow or down.
+"""
 LONGEST_PAUSE = 0.5
-"""Longest pause in seconds between checks of whether the store has a key. The store's own wait is
-not used, because that wait could not be interrupted when the round is over.
+"""Longest pause in seconds between checks of whether the store has a key. The store's own wait
+could not be interrupted when the round is over.
 """
 VERDICT_SECONDS = 30.0
-"""How many seconds the other nodes wait for the round to end after a link check has found a faulty
-node. The faulty node exits in this time.
+"""How many seconds healthy nodes wait for the round to end once a link check has found a faulty
+node. The faulty node exits during this time.
 """
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
-"""Errors which show that a node has died before the round was complete. The coordinator then forms
-a new round.
+"""Errors that show that a node died before the round was complete. After such an error, the
+coordinator forms a new round.
 """
 
 
 class CoordinatedRendezvous(RendezvousHandler):
-    """The part of the rendezvous that is the same in both modes.
+    """The part of the rendezvous that both modes share.
 
-    `number` is the number of this node's round; 0 before the first round.
+    `number` is the number of this node's round; 0 before its first round.
     """
 
     def __init__(
@@ -89,7 +91,10 @@ class CoordinatedRendezvous(RendezvousHandler):
         self.number = 0
 
     def next_rendezvous(self) -> Any:
-        """Wait until a round is complete, and return it. If the job is done, end the launcher."""
+        """Wait until a round is complete, and return it.
+
+        If the job is done, end the launcher instead.
+        """
         while True:
             self._shutdown.block_if_begun()
             wanted = self._preflight.wanted_seconds if self._preflight is not None else 0
@@ -112,8 +117,8 @@ class CoordinatedRendezvous(RendezvousHandler):
     def _check_links(self, preflight: NodePreflight, info: Any) -> None:
         """Check the links between the round's nodes, before the workers start.
 
-        Raises RendezvousClosedError if the round is over or if the check has failed. After a failed
-        check, the round ends.
+        Raises RendezvousClosedError if the round is over or the check has failed. A failed check
+        also ends the round.
         """
 
         def over() -> bool:
@@ -124,7 +129,7 @@ class CoordinatedRendezvous(RendezvousHandler):
             verdict = preflight.check_links(notes, info.rank, info.world_size, self._host, over)
         except Abandoned:
             raise RendezvousClosedError(self._client.why) from None
-        # torch raises this error if rank 0, which hosts the store, is gone.
+        # torch raises RuntimeError if rank 0, which hosts the store, is gone.
         except RuntimeError as error:
             raise RendezvousClosedError(f"the link check lost its connection to the store: {error}") from error
         log(f"preflight: {verdict.failed or verdict.passed}")
@@ -142,14 +147,15 @@ class CoordinatedRendezvous(RendezvousHandler):
         raise RendezvousClosedError(verdict.failed)
 
     def _offer(self) -> int:
-        """Return the port of the store that this node would host as rank 0; 0 if the node has no
-        such store.
+        """Return the port of the store that this node would host as rank 0; 0 if it has no such
+        store.
         """
         raise NotImplementedError
 
     def _join(self, go: dict[str, Any]) -> Any:
-        """Form and return the group of this round. Raises one of CAME_APART if the group cannot be
-        formed.
+        """Form and return the group of this round.
+
+        Raises one of CAME_APART if the group cannot be formed.
         """
         raise NotImplementedError
 
@@ -157,11 +163,10 @@ class CoordinatedRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the workers use a store that rank 0's launcher hosts; always True.
+        """Whether rank 0's launcher, and not a worker, hosts the workers' store; always True.
 
-        A store that a worker hosted would listen on every address of the machine. The port of such
-        a store would also be chosen before the store opens, so another program could take the port
-        in between.
+        A store hosted by a worker would listen on every address of the machine. Its port would be
+        chosen before the store opens, so another program could take the port in the meantime.
         """
         return True
 
@@ -200,7 +205,7 @@ class StandardRendezvous(CoordinatedRendezvous):
         return str(self._parameters.backend)
 
     def get_run_id(self) -> str:
-        """Return the id of the job, which stays the same in all rounds."""
+        """Return the job's id, which is the same in all rounds."""
         return str(self._parameters.run_id)
 
     def _offer(self) -> int:
@@ -224,7 +229,7 @@ class StandardRendezvous(CoordinatedRendezvous):
     def _wait_for_first(self, ranks: Any) -> None:
         """Wait until rank 0 has written its address to the store.
 
-        Raises one of CAME_APART if the round ends before that, or if rank 0 takes too long.
+        Raises one of CAME_APART if the round ends first, or if rank 0 takes too long.
         """
         deadline, pause = time.monotonic() + STORE_SECONDS, 0.01
         while not ranks.check([RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]):
@@ -237,7 +242,7 @@ class StandardRendezvous(CoordinatedRendezvous):
 
 
 class FastRendezvous(CoordinatedRendezvous):
-    """The rendezvous in Fast mode. The agents meet at a store that rank 0's agent hosts."""
+    """The rendezvous in Fast mode. The agents meet at a store hosted by rank 0's agent."""
 
     def __init__(
         self,
@@ -252,11 +257,11 @@ class FastRendezvous(CoordinatedRendezvous):
         self._store: Any = None
 
     def get_backend(self) -> str:
-        """Return the backend name under which this handler is registered."""
+        """Return the name under which this handler is registered as a backend."""
         return FAST_BACKEND
 
     def get_run_id(self) -> str:
-        """Return the id of the job, which stays the same in all rounds."""
+        """Return the job's id, which is the same in all rounds."""
         return self._run_id
 
     def _offer(self) -> int:
@@ -281,8 +286,8 @@ class FastRendezvous(CoordinatedRendezvous):
             try:
                 found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait))
             except (dist.DistNetworkError, dist.DistStoreError) as error:
-                # torch looks up the name of the address before it connects, and its timeout
-                # includes this lookup.
+                # torch looks up the host name before it connects, and its timeout includes this
+                # lookup.
                 wait = LOOKUP_SECONDS if _listens(host, port) else CONNECT_SECONDS
                 if self._client.must_restart(self.number) or time.monotonic() > began + max(wait, STORE_SECONDS):
                     raise dist.DistStoreError(
@@ -302,7 +307,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def register_fast(client: MemberClient, shutdown: Shutdown, preflight: NodePreflight | None = None) -> None:
-    """Register this rendezvous with torchrun, for `--rdzv-backend=ddpjob`."""
+    """Register this rendezvous with torchrun, so that `--rdzv-backend=ddpjob` selects it."""
 
     def create(parameters: Any) -> Any:
         host = str(parameters.local_addr or "127.0.0.1")

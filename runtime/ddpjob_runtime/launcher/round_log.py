@@ -15,19 +15,20 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 MAX_BYTES = 4 << 20
-"""Maximum size of the file in bytes. A full file is renamed to .ddpjob-rounds.jsonl.1, which
-replaces an earlier file with that name."""
+"""Maximum size of the file in bytes. A full file is renamed to .ddpjob-rounds.jsonl.1, replacing
+any earlier file of that name.
+"""
 _WAITING = 100
 _CLOSE_SECONDS = 2.0
-"""Maximum number of seconds for writing the remaining lines when the launcher ends. A volume that
-does not respond must not keep the pod from ending.
+"""Maximum number of seconds for writing the remaining lines when the launcher ends. The limit
+prevents an unresponsive volume from delaying the end of the pod.
 """
 
 
 class RoundLog:
     """Appends lines to the record of rounds, in a separate thread.
 
-    If the volume hangs or is full, lines are lost, but nothing else is delayed.
+    If the volume hangs or is full, lines are lost, but the launcher is not delayed.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class RoundLog:
     def write(self, line: dict[str, Any]) -> None:
         """Queue a line for writing, and return immediately.
 
-        The names of the job and the pod are added to the line.
+        The line also gets the names of the job and the pod.
         """
         if self._path is None:
             return
@@ -53,7 +54,7 @@ class RoundLog:
         self._put((json.dumps({**self._identity, **fields}) + "\n").encode())
 
     def close(self) -> None:
-        """Write the remaining lines, but take no longer than two seconds."""
+        """Write the remaining lines, but take at most two seconds."""
         if self._thread is not None:
             self._put(None)
             self._thread.join(_CLOSE_SECONDS)
@@ -77,14 +78,15 @@ class RoundLog:
     def _append(self, line: bytes) -> None:
         path = self._path
         if path is None or not path.parent.is_dir():
-            # Do not create the folder. If the volume is not mounted, the folder would be on the
-            # host's own disk.
+            # Do not create the folder. Without the volume, the folder would be on the host's own
+            # disk.
             return
         with path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(size - 1)
-                # The process that wrote the last line was killed before the line was complete.
+                # If the last line is incomplete, its writer was killed. Begin a new line in that
+                # case.
                 line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)
         if size + len(line) > MAX_BYTES:

@@ -1,6 +1,6 @@
 """Reads and writes objects of a bucket over the S3 protocol, using only the standard library.
 
-Responses are checked and limited in size, because the server is not trusted.
+The server is not trusted, so its responses are checked and limited in size.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 MOST_OBJECTS = 500_000
-"""Maximum number of objects that are listed. Their names take about 150 MiB of memory. A data set
-with more objects should be packed into shards. Shards can also be read faster.
+"""Maximum number of objects to list. Their names take about 150 MiB of memory. A larger data set
+should be packed into shards, which can also be read faster.
 """
 MOST_BYTES = 2**60
 PIECE = 2**20
-"""Maximum number of bytes that a download reads at once."""
+"""Maximum number of bytes that a download reads at a time."""
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""A connection is closed if no byte arrives for this many seconds. A connection that is only slow
-is kept."""
+"""Number of seconds without a byte after which a connection is closed. A connection that is merely
+slow is kept.
+"""
 _MOST_PAGES = 10_000
 _PAGE_BYTES = 16 * 2**20
 _ERROR_BYTES = 64 * 1024
 _RENEW_SECONDS = 300.0
-"""Credentials are renewed when they would expire in less than this many seconds."""
+"""Credentials are renewed this many seconds before they expire."""
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Error codes after which a request is retried. RequestTimeTooSkewed is one of them, because a host
-whose clock has not been set yet should not fail the job.
+"""Error codes that cause a request to be retried. RequestTimeTooSkewed is one of them, because a
+job should not fail if the clock of a host has not been set yet.
 """
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
-"""Errors that a source of keys reports with HTTP 400 if many pods request keys at the same time.
-Such a request is retried."""
+"""Names of errors that a source of keys reports with HTTP 400 if many pods request keys at the same
+time. The request is then retried.
+"""
 _UNRESERVED = "-_.~"
 
 
 class BucketRefusal(Exception):
     """The bucket has refused a request, and a retry would not help.
 
-    The job, its credentials or the bucket must be changed. The message names the URL and the
+    The job, its credentials or the bucket must be changed first. The message names the URL and the
     reason.
     """
 
@@ -73,8 +75,8 @@ class Changed(Exception):
 class Remote:
     """An object in a bucket.
 
-    `name` is the object's key without the prefix of its BucketPlace. `etag` is its ETag without
-    quotes.
+    `name` is the object's key without the prefix of the BucketPlace. `etag` is the object's ETag
+    without quotes.
     """
 
     name: str
@@ -84,7 +86,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class BucketPlace:
-    """Where objects are: a server, a bucket, and a prefix of keys.
+    """A place for objects: a server, a bucket, and a prefix of keys.
 
     The prefix is empty or ends with `/`.
     """
@@ -95,14 +97,14 @@ class BucketPlace:
     server: str
     region: str
     field: str = "storage.data"
-    """The field of the job's spec that names this place. Messages mention it."""
+    """The field in the job's spec that names this place. Error messages mention it."""
 
     @classmethod
     def read(cls, url: str, endpoint: str, region: str, field: str = "storage.data") -> BucketPlace:
         """Return the place that s3://BUCKET/PREFIX names.
 
-        `endpoint` is the URL of the server; if it is empty, the server is AWS. If `region` is
-        empty, the region is us-east-1. Raises BucketRefusal.
+        `endpoint` is the URL of the server; if it is empty, AWS is the server. If `region` is
+        empty, us-east-1 is used. Raises BucketRefusal if `url` is invalid.
         """
         split = urlsplit(url)
         if split.scheme != "s3" or not split.netloc:
@@ -113,14 +115,14 @@ class BucketPlace:
 
 
 def region_of(given: str = "") -> str:
-    """Return the given region. If it is empty, return the region in AWS's variables."""
+    """Return the given region; if it is empty, return the region that AWS's variables name."""
     known = os.environ.get
     return given or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys for signing requests to AWS. They expire at the time `until`, in Unix seconds."""
+    """Keys for signing requests to AWS. `until` is the Unix time at which they expire."""
 
     access: str
     secret: str = field(repr=False)
@@ -131,9 +133,9 @@ class Keys:
 class Credentials:
     """Gets signing keys from the source that a container's variables name, and renews them in time.
 
-    The source is the first of the following that is set: keys in the variables themselves, a role
-    for the service account's token (IRSA), and EKS Pod Identity. If none is set, requests are not
-    signed. Unsigned requests are enough for a public bucket.
+    There are three sources: keys in the variables themselves, a role for the service account's
+    token (IRSA), and EKS Pod Identity. The first one that is set is used. If none is set, requests
+    are not signed, which is enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:
@@ -142,17 +144,20 @@ class Credentials:
         self._lock = threading.Lock()
 
     def keys(self) -> Keys | None:
-        """Return the current keys; None if requests are not signed. Raises BucketRefusal, Away."""
+        """Return the current keys; None if requests are not signed.
+
+        Raises BucketRefusal, Away.
+        """
         with self._lock:
             if self._keys is None or self._keys.until < time.time() + _RENEW_SECONDS:
                 self._keys = self._read()
             return self._keys
 
     def renew(self, refused: Keys) -> bool:
-        """Discard keys that the server has refused as expired.
-
-        The server's clock decides whether keys have expired. Return whether new keys may be
+        """Discard keys that the server has refused as expired, and return whether new keys may be
         available.
+
+        The server's clock, not this host's, decides whether keys have expired.
         """
         with self._lock:
             if self._keys is refused and refused.until < float("inf"):
@@ -200,7 +205,7 @@ class Credentials:
 
 
 def _aws(service: str, region: str) -> str:
-    """Return the URL of an AWS service in a region."""
+    """Return the URL of an AWS service in the given region."""
     return f"https://{service}.{region}.amazonaws.com" + (".cn" if region.startswith("cn-") else "")
 
 
@@ -220,7 +225,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
                     raise Away(f"cannot get credentials from {what}: the response is incomplete")
                 return body
         except urllib.error.HTTPError as error:
-            # The connection may break while the response is read.
+            # The connection may break while the response is being read.
             text = error.read(_ERROR_BYTES).decode(errors="replace")
             kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
             raise kind(
@@ -232,7 +237,8 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
 
 def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
     try:
-        # Python before 3.11 cannot parse the suffix Z or Go's fractional seconds with nine digits.
+        # Before version 3.11, Python cannot parse the suffix Z or Go's nine-digit fractions of a
+        # second.
         text = re.sub(r"[.]\d+", "", str(found["Expiration"])).replace("Z", "+00:00")
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
@@ -241,7 +247,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
 
 
 class Reader:
-    """A connection to a BucketPlace's server. It is reopened after it breaks.
+    """A connection to the server of a BucketPlace, which is reopened after it breaks.
 
     Methods raise BucketRefusal, Away, Changed.
     """
@@ -251,9 +257,9 @@ class Reader:
         self._connection: http.client.HTTPConnection | None = None
 
     def objects(self) -> Iterator[Remote]:
-        """Yield all objects whose keys have the prefix of the place, in the server's order.
+        """Yield the objects whose keys start with the place's prefix, in the server's order.
 
-        Empty objects that only stand for a folder are left out.
+        Empty objects that merely represent a folder are left out.
         """
         token, count, place = "", 0, self._place
         for _ in range(_MOST_PAGES):
@@ -295,10 +301,10 @@ class Reader:
         return found
 
     def open(self, remote: Remote, offset: int) -> tuple[Mapping[str, str], Iterator[bytes]]:
-        """Request an object, starting at byte `offset`. Return the response's headers and the
-        bytes.
+        """Request an object, starting at byte `offset`.
 
-        The names of the headers are in lower case. The bytes come in pieces.
+        Return the response's headers, with names in lower case, and an iterator over pieces of the
+        object.
         """
         headers = {"If-Match": f'"{remote.etag}"', "x-amz-checksum-mode": "ENABLED"}
         if offset:
@@ -321,9 +327,10 @@ class Reader:
         return {name.lower(): value for name, value in response.getheaders()}, self._pieces(response)
 
     def open_object(self, name: str) -> tuple[int, Iterator[bytes]]:
-        """Return an object's size, and its bytes in pieces, without listing the bucket.
+        """Request an object without listing the bucket.
 
-        Raises Changed if there is no such object.
+        Return the object's size and an iterator over its pieces. Raises Changed if the object does
+        not exist.
         """
         response = self._request(self._place.prefix + name, {}, {})
         if response.length is None:
@@ -333,12 +340,12 @@ class Reader:
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
-            # Use `read1`, because `read` would wait until a piece is full. On a slow connection,
-            # this wait may take minutes.
+            # Use `read1`, because `read` would wait for a full piece. On a slow connection, that
+            # may take minutes.
             piece = self._read(response.read1, PIECE)
             if not piece:
-                # Before Python 3.13, the connection cannot send its next request while this
-                # response is open.
+                # Before Python 3.13, the connection cannot send another request while this response
+                # is open.
                 response.close()
                 return
             yield piece
@@ -384,7 +391,7 @@ class Reader:
         if response.status in (200, 204, 206):
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
-        self.close()  # The response may have more bytes, which will not be read.
+        self.close()  # The rest of the response, if any, will not be read.
         raise self._problem(response, key, body, keys)
 
     def _problem(self, response: http.client.HTTPResponse, key: str, body: str, keys: Keys | None) -> Exception:
@@ -412,14 +419,17 @@ class Reader:
 
 
 class BucketWriter(Reader):
-    """A connection that can also change objects. Methods raise BucketRefusal, Away."""
+    """A connection that can also change objects.
+
+    Methods raise BucketRefusal, Away.
+    """
 
     def put(self, name: str, content: bytes) -> None:
         """Create or replace an object."""
         self._read(self._request(self._place.prefix + name, {}, {}, "PUT", content).read, _ERROR_BYTES)
 
     def delete(self, name: str) -> None:
-        """Delete an object, if it exists."""
+        """Delete an object if it exists."""
         self._read(self._request(self._place.prefix + name, {}, {}, "DELETE").read, _ERROR_BYTES)
 
 
@@ -450,7 +460,7 @@ def sign(
     keys: Keys, region: str, path: str, query: str, headers: Mapping[str, str], now: time.struct_time,
     method: str = "GET", content: bytes = b"",
 ) -> dict[str, str]:  # fmt: skip
-    """Return a request's headers, with AWS's signature version 4 added to them.
+    """Return a request's headers together with AWS's signature, version 4.
 
     `path` and `query` must be quoted, and the names in `query` must be sorted. See "Signature
     Version 4 signing process" on docs.aws.amazon.com.

@@ -1,10 +1,10 @@
 """The launcher's only exit path, which runs only once and records why the launcher ends.
 
 Signals, the coordinator's `stop`, a lost coordinator and errors can all end the launcher, on
-different threads and at the same time. The first caller decides the exit code, and the others
-sleep. The steps have a fixed order: announce the departure, stop the workers, close the connection
-to the coordinator, clean up, and write the termination log. If a step fails, the later steps still
-run.
+different threads and at the same time. The first caller decides the exit code, and all other
+callers sleep. The steps have a fixed order: announce the departure, stop the workers, close the
+connection to the coordinator, clean up, and write the termination log. If a step fails, the later
+steps still run.
 
 Example: SIGTERM arrives while a worker fails. The launcher sends `leaving`, gives the workers the
 grace period, and exits with 143. The agent, which has seen the failure, blocks in `block_if_begun`.
@@ -33,8 +33,9 @@ PR_SET_PDEATHSIG = 1
 
 
 class Shutdown:
-    """Ends this process. The first caller of `exit` decides the exit code. Later callers wait for
-    the process to end.
+    """Ends this process.
+
+    The first caller of `exit` decides the exit code. Later callers wait for the process to end.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -42,7 +43,7 @@ class Shutdown:
         self.stop_workers: Callable[[float], None] = lambda grace: None
         self.close_client: Callable[[], None] = lambda: None
         self.clean_up: Callable[[], None] = lambda: None
-        # This lock is held while workers start, so that the shutdown also stops those workers.
+        # Held while workers start, so that the shutdown also stops those workers.
         self.starting = threading.Lock()
         self._once = threading.Lock()
         self.begun = False
@@ -58,7 +59,7 @@ class Shutdown:
     ) -> NoReturn:
         """Stop the workers, write the termination log, and exit with `code`.
 
-        The workers get SIGTERM, and SIGKILL after `grace` seconds. `announce` is called first.
+        `announce` is called first. The workers then get SIGTERM, and SIGKILL after `grace` seconds.
         """
         if not self._once.acquire(blocking=False):
             wait_for_the_end()
@@ -75,12 +76,12 @@ class Shutdown:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
-        os._exit(code)  # torch's threads need no shutdown. They must not change this exit code.
+        os._exit(code)  # torch's threads need no shutdown, and must not change the exit code.
 
     def block_if_begun(self) -> None:
         """Block the calling thread until the process ends, if the shutdown has begun.
 
-        The agent calls this method between its actions, so that no more actions follow once the
+        The agent calls this method between its actions, so that it does nothing more once the
         shutdown has begun.
         """
         if self.begun:
@@ -90,7 +91,7 @@ class Shutdown:
 def _attempt(act: Callable[[], None]) -> None:
     """Run one step of the shutdown.
 
-    If the step fails, log the error and return, because the later steps must still run and end this
+    If the step fails, log the error and return. The later steps must still run and end this
     process.
     """
     try:
@@ -108,8 +109,8 @@ def wait_for_the_end() -> NoReturn:
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
     """Call `on_signal` on a separate thread as soon as this process is asked to stop.
 
-    Python would run an ordinary handler on the main thread, which may spend a minute in a blocking
-    C++ call to a store.
+    Python runs ordinary handlers on the main thread, which may spend a minute in a blocking C++
+    call to a store.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -128,7 +129,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
 
 
 def ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing when a signal arrives. The thread of `watch_signals` handles it instead."""
+    """Ignore a signal here, because the thread of `watch_signals` handles it."""
 
 
 def die_with_parent() -> None:

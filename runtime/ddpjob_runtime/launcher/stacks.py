@@ -23,26 +23,27 @@ from ddpjob_runtime.launcher.shutdown import log
 NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
 IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
-"""A worker is idle if two things are true between two checks. Its main thread wakes up fewer than
-IDLE_SWITCHES times, and its session uses less than IDLE_SHARE of a core."""
+"""A worker counts as idle if, between two checks, its main thread wakes up fewer than IDLE_SWITCHES
+times and its session uses less than IDLE_SHARE of a core.
+"""
 ENVIRONMENT = "DDPJOB_STACKS_DIR"
 PREFIX = "ddpjob-worker-stacks-"
 
 
 def prepare() -> None:
-    """Create a folder for the files with stacks, and put the folder's name into the workers'
-    environment.
+    """Create a folder for stack files, and put its name into the workers' environment.
 
-    If the folder cannot be created, stacks are not available in this job.
+    If the folder cannot be created, this job has no stacks.
     """
     try:
-        # Remove folders that were left by launchers that were killed.
+        # Remove folders left behind by killed launchers.
         for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
             with contextlib.suppress(OSError):
                 descriptor = _lock(old)
                 shutil.rmtree(old)
                 os.close(descriptor)
-        # Other launchers do not remove folders whose names begin with "new-".
+        # Create the folder under a name that other launchers do not remove, and rename it once it
+        # is locked.
         made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))
         prepare.lock = _lock(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
@@ -51,14 +52,14 @@ def prepare() -> None:
 
 
 def remove() -> None:
-    """Remove the folder for the files with stacks, because this launcher is ending."""
+    """Remove the folder for stack files, because this launcher is ending."""
     folder = os.environ.pop(ENVIRONMENT, "")
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder until this process ends, and return the descriptor.
+    """Lock the folder until this process ends, and return the folder's descriptor.
 
     Raises OSError if the folder is already locked.
     """
@@ -74,8 +75,8 @@ def _lock(folder: Path) -> int:
 def collect(ranks: Mapping[int, int], record: bool = True) -> dict[int, str]:
     """Return the stacks of the workers in `ranks`, by global rank.
 
-    `ranks` maps global ranks to pids. With `record`, the stacks are also logged, and kept in the
-    checkpoint folder.
+    `ranks` maps global ranks to pids. With `record`, the stacks are also logged, and are written to
+    the checkpoint folder.
     """
     folder = JobEnvironment.read().stacks_dir
     if not folder:
@@ -116,8 +117,8 @@ _OWN_FRAME = re.compile(
 class Activity:
     """Measures whether workers have done anything since the last check.
 
-    A rank that waits in a collective counts as idle: its main thread does not wake up, and the rest
-    of its session, such as watchdogs, takes almost no CPU time.
+    A rank that waits in a collective counts as idle, because its main thread does not wake up, and
+    watchdogs and other parts of its session take almost no CPU time.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class Activity:
     def idle(self, pid: int) -> bool | None:
         """Whether the worker was idle since the last check.
 
-        At the first check, or if the worker has ended, the result is None.
+        The result is None at the first check, or if the worker has ended.
         """
         before, now = self._before.get(pid), _counters(pid)
         if before is None or now is None:
@@ -135,16 +136,16 @@ class Activity:
         return switches < IDLE_SWITCHES and cpu < IDLE_SHARE * seconds
 
     def remember(self, pids: Iterable[int]) -> None:
-        """Store the current counters of the workers, so that the next check compares with them.
+        """Store the workers' current counters for comparison at the next check.
 
-        Call this after stacks were written, because workers wake up to write them.
+        Call this after the stacks are written, because workers wake up to write them.
         """
         found = {pid: _counters(pid) for pid in pids}
         self._before = {pid: counters for pid, counters in found.items() if counters is not None}
 
 
 def _counters(pid: int) -> tuple[float, int, float] | None:
-    """Return the time, the main thread's number of switches, and the CPU seconds of the session.
+    """Return the time, the main thread's context switches, and the session's CPU seconds.
 
     Return None if the worker has ended.
     """
@@ -158,7 +159,7 @@ def _counters(pid: int) -> tuple[float, int, float] | None:
 
 
 def _processor_ticks(path: Path, session: int) -> int:
-    """Return the CPU ticks of a process and its ended children; 0 in a different session."""
+    """Return the CPU ticks of a process and its ended children; 0 if its session is different."""
     try:
         fields = path.read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -167,8 +168,7 @@ def _processor_ticks(path: Path, session: int) -> int:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process handles the signal. A process without a handler would be ended by the
-    signal.
+    """Whether the process handles the signal. Without a handler, the signal would end the process.
 
     Raises FileNotFoundError or ProcessLookupError if the process does not exist.
     """

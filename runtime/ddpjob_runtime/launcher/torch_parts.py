@@ -13,16 +13,16 @@ version.
     elastic.multiprocessing.errors.ProcessFailure.
         __post_init__                                   a damaged error file is ignored
 
-agent.py and rendezvous.py override or call the other names in NAMES, SET and CALLED. A version of
-torch that lacks one of these names is refused at startup, with a message that gives the missing
-name (`missing`). Without this check, the launcher would fail with an AttributeError in the middle
-of a job, or silently use torchrun's own handler or barrier. Only `get_subprocess_handler` has a
-fallback: workers are then started cold, and the log says so.
+agent.py and rendezvous.py override or call the other names in NAMES, SET and CALLED. If a version
+of torch lacks one of these names, the launcher refuses it at startup, with a message that contains
+the missing name (`missing`). Without this check, the launcher would fail with an AttributeError in
+the middle of a job, or silently use torchrun's own handler or barrier. Only
+`get_subprocess_handler` has a fallback: workers are started cold, and the log says so.
 
-worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
-modules `late_*.py` call the parts of torch that exist, and report the parts that they cannot find.
-The trainer has its own module for this purpose, `ddpjob_trainer/private_torch.py`; neither may
-import the other.
+Three parts of the project do not use this module. worker.py replaces `FileBaton.try_acquire`
+itself, because it cannot import other modules. The modules `late_*.py` call the parts of torch that
+exist, and report the parts that they cannot find. The trainer has a module of its own for this
+purpose, `ddpjob_trainer/private_torch.py`, because neither package may import the other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAMES = {
     ELASTIC + "multiprocessing.errors": ("ProcessFailure.__post_init__",),
     ELASTIC + "multiprocessing.subprocess_handler": ("SubprocessHandler.close",),
 }
-"""The names that the launcher replaces, overrides or calls, by module."""
+"""Maps modules to the names in them that the launcher replaces, overrides or calls."""
 SET = {
     (ELASTIC + "agent.server.api", "SimpleElasticAgent"): ("_worker_group", "_remaining_restarts"),
     (ELASTIC + "agent.server.local_elastic_agent", "LocalElasticAgent"): ("_pcontext",),
@@ -61,13 +61,13 @@ SET = {
     (ELASTIC + "multiprocessing.api", "SubprocessContext"): ("subprocess_handlers",),
     (ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler"): ("proc",),
 }
-"""Attributes that the constructor of a class must set, by the module and name of the class."""
+"""Maps a class, given by its module and name, to the attributes that its constructor must set."""
 CALLED = {
     (ELASTIC + "rendezvous.c10d_rendezvous_backend", "create_backend"): 1,
     (ELASTIC + "rendezvous.api", "RendezvousStoreInfo.build"): 4,
 }
-"""The number of arguments that the launcher passes to a function, by the function's module and
-name.
+"""Maps a function, given by its module and name, to the number of arguments that the launcher
+passes.
 """
 
 
@@ -101,7 +101,7 @@ def use_signal_handler(handler: Callable[..., None]) -> None:
 def wrap_configuration(wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
     """Wrap the function that turns torchrun's parsed arguments into its configuration.
 
-    `wrap` gets the original function, and returns the function to use instead.
+    `wrap` gets the original function and returns its replacement.
     """
     _replace("torch.distributed.run", "config_from_args", wrap)
 
@@ -109,8 +109,8 @@ def wrap_configuration(wrap: Callable[[Callable[[Any], Any]], Callable[[Any], An
 def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
     """Make torchrun start workers with the class that `make` returns.
 
-    `make` gets torch's SubprocessHandler. Return False if this version of torch starts workers in
-    an unknown way.
+    `make` gets torch's SubprocessHandler. If this version of torch starts workers in an unknown
+    way, return False.
     """
     base = _find(ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler")
     if not hasattr(base, "_popen") or _find(ELASTIC + "multiprocessing.api", "get_subprocess_handler") is None:
@@ -123,9 +123,9 @@ def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
 
 
 def tolerate_error_files() -> None:
-    """Make torch ignore error files that cannot be read. Without this function, such a file would
-    end the launcher. A full disk can leave an empty error file, and a killed worker can leave an
-    incomplete one.
+    """Make torch ignore unreadable error files, which would otherwise end the launcher.
+
+    A full disk can leave an empty error file, and a killed worker can leave an incomplete one.
     """
 
     def tolerate(read: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -135,7 +135,7 @@ def tolerate_error_files() -> None:
             except Exception:
                 path, failure.error_file = failure.error_file, ""
                 read(failure)
-                # `read_error_file` needs the path to report what is wrong with the file.
+                # `read_error_file` needs the path to report what is wrong with this file.
                 failure.error_file = path
 
         return read_or_leave
@@ -146,7 +146,7 @@ def tolerate_error_files() -> None:
 def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
     """Replace the value of a name with `make(VALUE)`.
 
-    `missing` has already checked that the name exists.
+    `missing` has already verified that the name exists.
     """
     *owners, attribute = name.split(".")
     place: Any = importlib.import_module(module)

@@ -1,9 +1,9 @@
 """Reads from /proc what workers have done since the last check, and what they are waiting for.
 
-A worker is judged together with all processes of its session, because the worker's data-loader
-processes, or a program that the worker started, may do its work. Activity that the kernel does not
-show is not counted. This is safe, because a lack of activity alone does not prove a hang. The
-stacks must also be equal, and the coordinator compares several checks (`standstill`).
+A worker is judged together with all processes in its session, because its work may be done by its
+data-loader processes or by a program that it started. Activity that the kernel does not show is not
+counted. This is safe, because a lack of activity alone does not prove a hang. The stacks must also
+be equal, and the coordinator compares several checks (`standstill`).
 
     stat         CPU time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
@@ -12,13 +12,13 @@ stacks must also be equal, and the coordinator compares several checks (`standst
     syscall      whether a thread is in a system call on storage, or the main thread asleep
     fd           whether a GPU is open
 
-A request is unanswered if no data was received on its connection after the request was sent. Stacks
-would not show a wait for the answer, because the wait may be in a different thread or process, or
-in a native library. Other ranks do not count as servers. Their ports are ephemeral, so only
-connections to lower ports are examined.
+A request is unanswered if its connection has received no data since the request was sent. Stacks
+would not show that a worker waits for the answer, because the wait may be in a different thread or
+process, or in a native library. Other ranks do not count as servers. Their ports are ephemeral, so
+only connections to lower ports are examined.
 
-Only the names of open files are read, because even a stat of a file on a dead server would block.
-Why: docs/decisions/0024.
+Open files are identified only by their names, because even a stat of a file on a dead server would
+block. Why: docs/decisions/0024.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ ON_FILES = {
         82: "fsync", 83: "fdatasync", 46: "ftruncate", 61: "getdents64", 47: "fallocate", 285: "copy_file_range",
     },
 }  # fmt: skip
-"""System calls whose first argument is the descriptor of a file. Such a call may wait for storage.
-"""
+"""System calls that may wait for storage. Their first argument is the descriptor of a file."""
 ON_NAMES = {
     "x86_64": {
         2: "open", 4: "stat", 6: "lstat", 26: "msync", 82: "rename", 83: "mkdir", 87: "unlink", 257: "openat",
@@ -64,17 +63,19 @@ ON_NAMES = {
 }  # fmt: skip
 SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
 SELECTS = {"x86_64": (23, 270), "aarch64": (72,)}
-"""System calls that sleep. A call in SELECTS sleeps only if it does not wait for files."""
+"""System calls that sleep. Those in SELECTS sleep only if they do not wait for files."""
 
 DIAGNOSE, OF_FAMILY, DUMP, DONE, ERROR = 4, 20, 0x301, 3, 2
-"""Numbers of the netlink protocol: the protocol for sockets, the kind of a request, the request's
-flags, and the two kinds of messages that end a response."""
+"""Numbers of the netlink protocol. DIAGNOSE is the protocol for sockets, OF_FAMILY is the kind of a
+request, and DUMP is the request's flags. A message of the kind DONE or ERROR ends a response.
+"""
 MESSAGE, LENGTH_OF_SOCKET, INODE_AT = struct.Struct("=IHHII"), 72, 68
 PORT_AT, ADDRESS_AT, UNSENT_AT = 6, 24, 60
 INFO, SENT_MS_AT, RECEIVED_MS_AT, RECEIVED_AT = 2, 44, 52, 120
-"""INFO is the number of the attribute with TCP's counters. The others are positions in this
+"""INFO is the number of the attribute with TCP's counters. The other numbers are positions in this
 attribute: milliseconds since data was last sent, milliseconds since data was last received, and the
-numbers of acknowledged and received bytes."""
+numbers of acknowledged and received bytes.
+"""
 ESTABLISHED, CONNECTING = 1, 2
 SECONDS_OF_KERNEL = 1.0
 
@@ -94,8 +95,7 @@ class Vitals:
     def since(self, before: Vitals | None) -> dict[str, object]:
         """Return the fields of a RankLook that describe what this worker has done.
 
-        Each counter is the difference from the last check (`before`). At the first check, each
-        counter is 0.
+        Each counter is the change since the last check (`before`); 0 at the first check.
         """
         start = self if before is None else before
         return {
@@ -110,7 +110,10 @@ class Vitals:
 
 
 def read_vitals(workers: Iterable[int]) -> dict[int, Vitals]:
-    """Return the vitals of each worker, by the worker's pid. A worker leads its session."""
+    """Return the vitals of each worker, by the worker's pid.
+
+    Each worker must be the leader of its session.
+    """
     found = {pid: Vitals(time.monotonic()) for pid in workers}
     sockets = _read_sockets()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -125,7 +128,7 @@ def read_vitals(workers: Iterable[int]) -> dict[int, Vitals]:
 def _add(vitals: Vitals, folder: Path, fields: list[bytes], sockets: Mapping[str, tuple[int, str]]) -> None:
     vitals.processes.add(int(folder.name))
     vitals.cpu += sum(map(int, fields[11:15])) / TICKS
-    with contextlib.suppress(OSError):  # The process belongs to a different user.
+    with contextlib.suppress(OSError):  # The process may belong to a different user.
         for line in (folder / "io").read_text().splitlines():
             name, _, value = line.partition(": ")
             vitals.bytes += int(value) if name in COUNTED else 0
@@ -155,7 +158,7 @@ def _open_files(folder: Path) -> Iterator[str]:
 def _find_wait(folder: Path, state: str) -> tuple[WaitKind | None, str]:
     """Return what a thread waits for, and the name of its system call.
 
-    `folder` is the folder of a thread in /proc. A process's folder stands for its main thread.
+    `folder` is the thread's folder in /proc. The folder of a process stands for its main thread.
     """
     if state in "Tt":
         return (WaitKind.STOPPED if state == "T" else WaitKind.TRACED), ""
@@ -180,7 +183,7 @@ def _is_storage(name: str) -> bool:
 
 
 def _read_sockets() -> dict[str, tuple[int, str]]:
-    """Return the bytes that each TCP socket has transferred, and the server that it waits for.
+    """Return how many bytes each TCP socket has transferred, and which server owes it a response.
 
     If no server owes a response, the server is "". The keys are the sockets' names in `fd` folders.
     The result is empty if the kernel refuses to report sockets.
@@ -201,7 +204,10 @@ def _read_sockets() -> dict[str, tuple[int, str]]:
 
 
 def _dump_sockets(family: int) -> Iterator[bytes]:
-    """Yield the kernel's description of each TCP socket of this address family. Raises OSError."""
+    """Yield the kernel's description of each TCP socket in this address family.
+
+    Raises OSError.
+    """
     request = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, 1 << (INFO - 1), 0xFFFFFFFF)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, DIAGNOSE) as kernel:
         kernel.settimeout(SECONDS_OF_KERNEL)
@@ -218,7 +224,9 @@ def _dump_sockets(family: int) -> Iterator[bytes]:
 
 
 def _read_socket(body: bytes) -> tuple[int, int, bool]:
-    """Return a socket's inode, its transferred bytes, and whether the other end owes a response."""
+    """Return a socket's inode, the bytes it has transferred, and whether the other end owes a
+    response.
+    """
     unsent, _, inode = struct.unpack_from("=3I", body, UNSENT_AT)
     awaited, at = body[1] == CONNECTING, LENGTH_OF_SOCKET
     while at + 4 <= len(body):

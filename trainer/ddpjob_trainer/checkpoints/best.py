@@ -18,7 +18,7 @@ _NAME, _LINK = "best.json", "best"
 
 
 def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
-    """Return the values of `metric` in best.json, keyed by the evaluated checkpoint's step.
+    """Return the values of `metric` in best.json, keyed by the step of the evaluated checkpoint.
 
     If the file is damaged or holds the values of a different metric, print a warning and return an
     empty dict. Raises OSError.
@@ -45,7 +45,7 @@ def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
 def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path | None) -> None:
     """Write the scores to best.json, and link to the best checkpoint. Raises OSError.
 
-    A score that is not finite is written as null, because JSON has no NaN.
+    An infinite or undefined score is written as null, because JSON cannot represent it.
     """
     content = {
         "best": best and best.name,
@@ -61,7 +61,8 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     temporary.unlink(missing_ok=True)
     try:
         temporary.symlink_to(best.name)
-    # Not every file system supports links. best.json also names the best checkpoint.
+    # Not every file system supports links. Without a link, best.json still names the best
+    # checkpoint.
     except OSError:
         return
     # A tool such as rsync --copy-links may have replaced the link with a copy of the checkpoint.

@@ -1,9 +1,8 @@
 """Copies a checkpoint folder to a bucket, from which a starting job can fetch checkpoints.
 
-The copies are uploaded in the background. If a checkpoint is in parts, each rank uploads the files
-that it has written. By then, the ranks have agreed on the checkpoint's manifest, which lists every
-file with its size and checksum. Rank 0 uploads the manifest last, once the bucket lists all of
-these files.
+The copies are uploaded in the background. If a checkpoint is in parts, the ranks first agree on its
+manifest, which lists every file with its size and checksum. Each rank then uploads the files that
+it has written. Rank 0 uploads the manifest last, once the bucket lists all of these files.
 """
 
 from __future__ import annotations
@@ -75,12 +74,15 @@ class Share:
         self._uploads = Uploads(bucket, lambda: None, _warn, publish=self._publish, in_turn=True)
 
     def offer(self, path: Path, step: int, names: Iterable[str]) -> None:
-        """Upload `names`, this rank's files in a checkpoint, in the background, in call order."""
+        """Queue the upload of `names`, this rank's files in a checkpoint.
+
+        Uploads run in the background, in the order of the calls.
+        """
         if names := tuple(names):
             self._uploads.offer(Waiting(path, step, names=names))
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` until all offered files are uploaded. Return whether they are."""
+        """Wait up to `seconds` for the offered files. Return whether all of them are uploaded."""
         return self._uploads.wait(seconds)
 
     def _publish(self, waiting: Waiting) -> None:
@@ -91,7 +93,7 @@ class Share:
 class Offered:
     """A complete checkpoint in the bucket, from which training may resume.
 
-    A checkpoint in a single file has already been downloaded. Of a checkpoint in parts, each rank
+    If the checkpoint is a single file, it has already been downloaded. If it is in parts, each rank
     downloads only the files that it reads.
     """
 
@@ -109,7 +111,7 @@ class Offered:
 
     @classmethod
     def read(cls, text: bytes, step: int) -> Offered:
-        """Return the checkpoint for `step` that `written` turned into `text`."""
+        """Return the checkpoint of `step` from `text`, the bytes that `written` returned."""
         term, _, manifest = text.partition(b" ")
         entry = Stored(int(term), step)
         found = CopyManifest.read(manifest, entry)
@@ -117,13 +119,12 @@ class Offered:
         return cls(entry, found)
 
     def fetcher(self, bucket: Bucket, folder: Path, first: int) -> dcp.Fetch:
-        """Return a function that takes file names, and downloads those of the named files that the
-        folder lacks.
+        """Return a function that takes file names and downloads the files that the folder lacks.
 
         Damaged files are downloaded again. If several processes share a folder, each file is
-        downloaded only once. Each process begins at a different file, number `first` (modulo the
-        number of files), so that the processes work in parallel. The function raises
-        CheckpointError and FetchError.
+        downloaded only once. A process begins with the file at position `first`, modulo the number
+        of files. Processes with different values of `first` therefore work in parallel. The
+        function raises CheckpointError and FetchError.
         """
         files = {file.path.partition("/")[2]: file for file in self.manifest.files}
         certain = set[str]()
@@ -143,7 +144,7 @@ class Offered:
 
 
 class Copies:
-    """The copies of a folder's checkpoints in the bucket checkpoint.url.
+    """The copies of a folder's checkpoints in the bucket at checkpoint.url.
 
     Rank 0 maintains these copies.
     """
@@ -167,7 +168,7 @@ class Copies:
 
     @property
     def term(self) -> int:
-        """The number that `begin` has acquired for this incarnation in the bucket."""
+        """The term of this incarnation in the bucket, which `begin` has taken."""
         return self._bucket.term
 
     def begin(self, mark: str, *, in_parts: bool) -> dict[int, float]:
@@ -185,12 +186,12 @@ class Copies:
         return _patiently(lambda: self._bucket.scores(self._config.best_by.value))
 
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
-        """Return the bucket's newest complete checkpoint of a step later than `step`.
+        """Return the bucket's newest complete checkpoint from a step after `step`.
 
-        A checkpoint in a single file is downloaded; a checkpoint in parts is not. If a checkpoint
-        is broken, a warning names it, and the next older one is tried. If all later checkpoints are
-        broken, return None, or raise CheckpointError if `step` is negative, which means that no
-        other checkpoint exists. Raises FetchError.
+        A checkpoint in a single file is downloaded, but a checkpoint in parts is not. If a
+        checkpoint is broken, a warning names it, and the next older one is tried. If all
+        checkpoints after `step` are broken, return None. But if `step` is negative, no other
+        checkpoint exists, so raise CheckpointError. Raises FetchError.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]
@@ -246,9 +247,9 @@ class Copies:
         return self._there >= step
 
     def offer(self, entry: Entry, scores: dict[int, float], names: Iterable[str] = ()) -> None:
-        """Upload a checkpoint that is on disk, in the background.
+        """Upload a checkpoint from the disk in the background.
 
-        If other ranks upload their own files of the checkpoint, `names` are the files that this
+        If other ranks upload their own files of the checkpoint, `names` lists the files that this
         rank uploads. After the upload, `scores` replace the scores in the bucket.
         """
         self._scores = scores
@@ -256,9 +257,7 @@ class Copies:
             self._uploads.offer(Waiting(entry.path, entry.step, entry.epoch, time.time(), tuple(names)))
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` until all offered checkpoints are in the bucket. Return whether they
-        are.
-        """
+        """Wait up to `seconds` for offered checkpoints. Return whether all are in the bucket."""
         return self._uploads is None or self._uploads.wait(seconds)
 
     def holds(self, path: Path) -> bool:
@@ -274,8 +273,8 @@ class Copies:
         """Return figures about the uploads to report: copyStep, copyTime and copyBehind.
 
         copyStep and copyTime (Unix seconds) describe the newest checkpoint in the bucket.
-        copyBehind is how many seconds checkpoints have been waiting without any upload; 0 if none
-        is waiting.
+        copyBehind is how many seconds checkpoints have been waiting without a completed upload; 0
+        if none is waiting.
         """
         found = self._uploads.figures() if self._uploads is not None else {}
         return {"copyStep": self._there, **found} if self._there >= 0 else found
@@ -283,7 +282,7 @@ class Copies:
     def finish(self, scores: dict[int, float], waited: float) -> bool:
         """Return whether the last checkpoint is in the bucket, and print a warning if it is not.
 
-        `waited` is the time limit of the caller's wait in seconds, for the text of the warning.
+        `waited` is the limit of the caller's wait, in seconds. It is used only in the warning.
         """
         if self._uploads is None:
             return True
@@ -356,7 +355,7 @@ def _patiently(act: Callable[[], T]) -> T:
 
 
 def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
-    """Download a file unless it exists.
+    """Download a file unless an intact copy exists.
 
     If another process on this machine is already downloading the file, wait for that process.
     """
@@ -377,8 +376,8 @@ def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) 
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Replace OSError with FetchError, because this machine's disk is at fault, and the bucket's
-    copy is intact.
+    """Replace OSError with FetchError, because the fault is in this machine's disk, not in the
+    bucket.
     """
     try:
         yield

@@ -28,11 +28,10 @@ _WHERE = ("model", "state_dict", "model_state_dict")
 timm and PyTorch's examples.
 """
 _AVERAGES = ("state_dict_ema", "model_ema")
-"""Keys that files from timm and torchvision's reference scripts use for the weights' moving
-average.
+"""Keys of the weights' moving average in files from timm and from torchvision's reference scripts.
 """
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Components of tensor names that torch.compile and other module wrappers insert."""
+"""Components that torch.compile and other module wrappers insert into tensor names."""
 
 
 def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
@@ -54,7 +53,7 @@ def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
 def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
     """Raise CheckpointError if training with `settings` cannot resume from `snapshot`.
 
-    `wanted` are the tensors of the current model.
+    `wanted` contains the tensors of the current model.
     """
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
@@ -84,8 +83,8 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings that determine a checkpoint's tensors and have changed since it was
-    saved.
+    """Return the settings that have changed since a checkpoint was saved and that determine its
+    tensors.
 
     Each setting has the form `key=value`, with the value that was used for the checkpoint.
     """
@@ -96,7 +95,7 @@ def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def describe_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the settings that have changed since a checkpoint: `optim.lr 0.1 -> 0.05, ...`."""
+    """Return the settings that have changed since a checkpoint, as `optim.lr 0.1 -> 0.05, ...`."""
     changed = (key for key in now if key in was and was[key] != now[key])
     return ", ".join(f"{key} {_written(was[key])} -> {_written(now[key])}" for key in changed)
 
@@ -110,13 +109,13 @@ def load_weights(
     average: bool = True,
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:
-    """Return, on every rank, the complete weights that training starts from, by name.
+    """Return, on every rank, {name: tensor} for all weights that training starts from.
 
-    The weights come from the checkpoint. With `average`, they come from the checkpoint's moving
-    average, if it has one. A tensor whose name matches a pattern in `keep` retains the value that
-    it has in `model`. Only rank 0 reads the file. If the file has a moving average, rank 0 prints
-    whether the average is used. `alive` is called repeatedly while the ranks wait. Raises
-    CheckpointError on every rank if the weights cannot be read or do not fit.
+    The weights come from the checkpoint. With `average`, the checkpoint's moving average is used
+    instead, if there is one. A tensor keeps its value in `model` if its name matches a pattern in
+    `keep`. Only rank 0 reads the file. If the file has a moving average, rank 0 prints whether the
+    average is used. `alive` is called repeatedly while the ranks wait. Raises CheckpointError on
+    every rank if the weights cannot be read or do not fit.
     """
     return share_weights(lambda: _take_fitting(path, keep, model, average), model, group, alive)
 
@@ -124,7 +123,7 @@ def load_weights(
 def share_weights(
     take: Callable[[], dict[str, torch.Tensor]], model: Tensors, group: Group, alive: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Return, on every rank, all weights by name.
+    """Return, on every rank, {name: tensor} for all weights.
 
     The weights come from rank 0's result of `take`. Weights that this result lacks come from
     `model`. `alive` is called repeatedly while the ranks wait. If `take` raises CheckpointError on
@@ -225,12 +224,12 @@ def has_average(found: Any) -> bool:
 
 
 def weights_in(found: Any, path: Path, *, average: bool, key: str = "checkpoint.load") -> dict[str, torch.Tensor]:
-    """Return the model's tensors, by name, from `found`, the content of the file `path`.
+    """Return the model's tensors by name. `found` is the content of the file `path`.
 
     With `average`, return the moving average of the weights instead, if the file has one. Names are
     those of the model without any wrapper, as in this trainer's checkpoints. In other files,
-    DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) have added components to
-    the names. This function removes these components. Raises CheckpointError.
+    DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) may have added components
+    to the names. This function removes these components. Raises CheckpointError.
     """
     ours = isinstance(found, dict) and "sampler" in found and "model" in found
     averages: dict[str, torch.Tensor] = {}
@@ -269,7 +268,7 @@ def _plain_name(name: str) -> str:
 
 
 def _choose_checkpoint(path: Path) -> Path:
-    """Return the best or newest checkpoint of a checkpoint folder, or any other path unchanged."""
+    """Return the best or newest checkpoint in a checkpoint folder, or any other path unchanged."""
     if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
         return path
     if (marked := best.find_marked(path)) is not None and not marked.exists():

@@ -2,7 +2,7 @@
 
 torch writes the files and an index that its own reader needs. The index is a pickle, which can run
 code, so this module does not read it. Instead, the manifest records where each tensor's values are
-(`manifest`), and reading copies these bytes. The folder has a temporary name until all shards are
+(`manifest`), and a reader copies these bytes. The folder has a temporary name until all shards are
 on disk. Reading does not need a group, and does not depend on the number of ranks that wrote the
 checkpoint.
 
@@ -59,11 +59,11 @@ def write(
     """Write a checkpoint, and put it in place atomically. Return the files that this rank must
     upload.
 
-    All ranks of `group` must call this together; None means that there is only one process. `heads`
-    gives, for each rank, the lowest rank that sees the same folder; None means that all ranks share
-    one folder. Only these lowest ranks call `may_write`: before the first byte is written, and
-    again before the rename. If one rank fails, all ranks raise OSError, CheckpointError, or the
-    error that `may_write` raised.
+    All ranks of `group` must call this together. If there is only one process, `group` is None.
+    `heads` gives, for each rank, the lowest rank that sees the same folder. If all ranks share one
+    folder, `heads` is None. Only these lowest ranks call `may_write`: before the first byte is
+    written, and again before the rename. If one rank fails, all ranks raise OSError,
+    CheckpointError, or the error that `may_write` raised.
 
     The returned names are those of the files that this rank has written and, on rank 0, of the
     manifest.
@@ -143,18 +143,18 @@ def read_manifest(path: Path) -> CheckpointManifest:
     """Return the content of a folder's manifest. Raises CheckpointError, OSError."""
     try:
         with open_regular(path / MANIFEST) as file:
-            # If the manifest is too large, read only as much of it as `manifests.read` needs to
-            # refuse it.
+            # If the manifest is too large, read just enough of it for `manifests.read` to refuse
+            # it.
             return manifests.read(file.read(min(os.fstat(file.fileno()).st_size, manifests.LARGEST) + 1))
     except FileNotFoundError:
         raise CheckpointError("incomplete (the manifest is missing)") from None
 
 
 def contents(path: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each file in the checkpoint, by name, including the manifest.
+    """Return {name: (size, SHA-256)} for the files of a checkpoint, including the manifest.
 
-    For the other files, the values recorded in the manifest are returned. Raises CheckpointError,
-    OSError.
+    The values for all files except the manifest itself are taken from the manifest. Raises
+    CheckpointError, OSError.
     """
     listed = {name: (file.size, file.sha256) for name, file in read_manifest(path).files.items()}
     manifest = path / MANIFEST
@@ -179,10 +179,10 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
     """Return the snapshot in a folder, with tensors on the CPU.
 
     If `layout` returns a DTensor for a tensor, the snapshot contains only this rank's shard in that
-    layout; all other tensors are complete. Before files are read, `fetch` is called with their
-    names, and downloads the missing ones. In this way, a rank whose folder lacks files downloads
-    only those that it reads. Raises CheckpointError if this node does not see the folder, or if its
-    content does not match its manifest. Also raises the errors of `fetch`.
+    layout; all other tensors are complete. Before files are read, their names are passed to
+    `fetch`, which downloads the missing ones. So if a rank's folder lacks files, the rank downloads
+    only the files that it reads. Raises CheckpointError if this node does not see the folder, or if
+    the folder does not match its manifest. Also raises the errors of `fetch`.
     """
     if fetch is not None:
         fetch([MANIFEST])
@@ -229,7 +229,7 @@ class _Target:
     def of(cls, stored: StoredTensor, like: Any) -> _Target:
         """Return a target whose values are all zero.
 
-        It is the shard of `like` or, if `like` is None, the whole tensor.
+        The target is the shard of `like` or, if `like` is None, the whole tensor.
         """
         if like is None:
             return cls(torch.zeros(stored.shape, dtype=stored.dtype), [0] * len(stored.shape))
@@ -253,15 +253,15 @@ class _Target:
         return [(max(own, at), min(own + length, at + size)) for own, length, at, size in sides]
 
     def fill(self, file: io.FileIO, chunk: TensorChunk) -> None:
-        """Copy the values that this part and a chunk have in common from the chunk's file.
+        """Read the values that this part and a chunk have in common from the chunk's file.
 
-        Raises OSError, and CheckpointError if the file is too short.
+        Raises OSError, or CheckpointError if the file is too short.
         """
         common = self._intersect(chunk)
         into = self.tensor[
             tuple(slice(low - at, high - at) for (low, high), at in zip(common, self.offsets, strict=True))
         ]
-        # Whole rows of the chunk are read, and only the needed part of them is copied.
+        # Read whole rows of the chunk, but copy only the part of them that is needed.
         within = [slice(low - at, high - at) for (low, high), at in zip(common, chunk.offsets, strict=True)]
         shape = [*into.shape[:1], *chunk.sizes[1:]]
         rows = into if into.is_contiguous() and [*into.shape] == shape else torch.empty(shape, dtype=into.dtype)
@@ -277,7 +277,7 @@ class _Target:
 
 
 def together(group: Any, act: Any) -> list[Any]:
-    """Run `act` on all ranks, and return all of its results, in rank order.
+    """Run `act` on all ranks, and return the results of all ranks, in rank order.
 
     If `act` fails on one rank, that rank raises the original error, and the other ranks raise an
     error that names the rank.
@@ -304,7 +304,7 @@ def together(group: Any, act: Any) -> list[Any]:
 
 
 def _split(snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return (the tensors by name, the structure around them as JSON).
+    """Return the tensors by name, and the structure around them as JSON.
 
     Each name begins with a number, which distinguishes the key "a.b" from the key "b" inside "a".
     """
@@ -366,7 +366,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
     # reads all files anyway.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
-    # torch 2.6 does not have this argument, but detects by itself that there is no group.
+    # torch 2.6 lacks the no_dist argument, but detects by itself that there is no group.
     alone = {"no_dist": True} if group is None and "no_dist" in inspect.signature(save).parameters else {}
     try:
         save(tensors, storage_writer=writer, planner=planner, process_group=group, **alone)
@@ -379,9 +379,10 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
 
 
 def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) -> dict[str, StoredTensor]:
-    """Return the tensor that torch's `item` is a part of, with the chunk at `place` added.
+    """Return {name: tensor} for the tensor that `item` is a part of, with the chunk at `place`
+    added.
 
-    `before` is the same tensor with the chunks that this rank wrote earlier; None if it has written
+    `before` is the same tensor with the chunks that this rank wrote earlier; None if there are
     none.
     """
     data = item.tensor_data
@@ -398,8 +399,8 @@ def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) ->
 def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
     """Return the position in a file at which the values of a tensor begin.
 
-    torch.save has written the tensor, as `length` bytes at `offset`. The values take `size` of
-    these bytes. Raises CheckpointError.
+    torch.save wrote the tensor as `length` bytes at `offset`. The values take up `size` of these
+    bytes. Raises CheckpointError.
     """
     view = _FilePart(file, offset, length)
     with zipfile.ZipFile(view) as archive:

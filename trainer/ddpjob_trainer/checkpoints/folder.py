@@ -65,7 +65,7 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """The item at each rank is the lowest rank that sees the same folder.
+        """A list that gives, for each rank, the lowest rank that sees the same folder.
 
         These lowest ranks maintain the folders. The list exists only if checkpoints are in parts
         and are copied to a bucket. Otherwise, checkpoint.shared decides which ranks maintain a
@@ -91,7 +91,7 @@ class CheckpointFolder:
     def open(cls, group: Group, **settings: Any) -> CheckpointFolder:
         """Open a checkpoint folder for your own training loop, and claim it for this incarnation.
 
-        `settings` are keys of the configuration's section `checkpoint`, such as every_steps=100,
+        `settings` are keys of the configuration's `checkpoint` section, such as every_steps=100 or
         keep=5. By default, `dir`, `shared` and `url` come from the job's environment; outside a
         job, `dir` is ./checkpoints.
 
@@ -111,7 +111,7 @@ class CheckpointFolder:
 
     @property
     def incarnation(self) -> Claim:
-        """The claim with which this incarnation owns the folder. It is the same on all ranks."""
+        """The claim with which this incarnation owns the folder; the same on all ranks."""
         return self._claim
 
     def claim(self, claim: Claim) -> None:
@@ -121,8 +121,8 @@ class CheckpointFolder:
         folder, and FolderTakenError if another job uses the folder.
         """
         self._claim = claim
-        # The ranks need a process group of their own, because the threads that write a checkpoint
-        # communicate while training continues.
+        # The threads that write a checkpoint need their own process group, because they communicate
+        # while training continues.
         if self._parts and self._group.world > 1:
             self._parts_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=10))
             if self._config.url:
@@ -148,9 +148,9 @@ class CheckpointFolder:
     def _find_heads(self) -> list[int]:
         """Return, for each rank, the lowest rank that sees the same folder.
 
-        All ranks must call this together. The ranks find out by creating files in the folder and
-        looking for each other's files. Each node can have its own disk, but pods on the same
-        machine can also share a disk.
+        All ranks must call this together. Each rank creates a file in its folder, and looks for the
+        files of the other ranks. This is necessary because each node can have its own disk, but
+        pods on the same machine can also share one.
         """
 
         def sign(rank: int) -> Path:
@@ -165,7 +165,9 @@ class CheckpointFolder:
 
     @property
     def _scattered(self) -> bool:
-        """Whether only the bucket, and no single rank, has all parts of a checkpoint."""
+        """Whether a checkpoint's parts are on several disks, so that only the bucket has all of
+        them.
+        """
         several = bool(self._config.url) and self._group.world > 1
         return several and (any(self._heads) if self._heads else not self._config.shared)
 
@@ -202,9 +204,7 @@ class CheckpointFolder:
         return Due.WHEN_FREE if self._owed else Due.NO
 
     def _interval(self) -> float:
-        """Return the number of seconds between saves that are due by time; 0 if no save is due by
-        time.
-        """
+        """Return the interval between timed saves, in seconds; 0 if there are no timed saves."""
         seconds = self._config.every_seconds
         if not isinstance(seconds, Interval):
             return seconds
@@ -311,9 +311,9 @@ class CheckpointFolder:
         """Wait up to `seconds` until `done` returns true on every rank.
 
         All ranks must call this together. The argument of `done` is the maximum number of seconds
-        to wait. The ranks exchange the results of `done` twice a second. If the ranks did not do
-        this, one rank could wait for longer than the timeout of a collective operation, and the
-        other ranks would fail.
+        to wait. The ranks exchange the results of `done` twice a second. Without this exchange, one
+        rank could wait longer than the timeout of a collective operation, and the other ranks would
+        fail.
         """
         until, states = time.monotonic() + seconds, [1]
         while any(states) and 2 not in states:
@@ -324,7 +324,8 @@ class CheckpointFolder:
     def _in_thread(self, act: Callable[[], _T]) -> Future[_T]:
         """Run `act()` in a thread, and return a future of its result once all ranks are done.
 
-        All ranks must call this together. How long `act` takes depends on the disk or the bucket.
+        All ranks must call this together. `act` may take a long time, because it depends on the
+        disk or the bucket.
         """
         return done_in_thread(self._group, "checkpoint", act, self.alive)
 
@@ -393,7 +394,9 @@ class CheckpointFolder:
             self._try_to_tidy()
 
     def _offer(self, entry: Entry, names: list[str]) -> None:
-        """Queue the upload of this rank's files in a multi-part checkpoint. All ranks call this."""
+        """Queue the upload of this rank's files in a multi-part checkpoint. All ranks must call
+        this.
+        """
         self._copied, self._uncopied = entry.path, None
         if self.copies is not None:
             self.copies.offer(entry, self._scores, names)
@@ -405,10 +408,9 @@ class CheckpointFolder:
             self._claim.check(self.path)
 
     def _try_to_tidy(self) -> None:
-        """Tidy the folder. If that fails, print a warning, because the new checkpoint is already on
-        disk.
+        """Tidy the folder. If that fails, print only a warning.
 
-        The next save tries again.
+        The new checkpoint is already on disk, and the next save tries again.
         """
         try:
             self._tidy()
@@ -449,7 +451,7 @@ class CheckpointFolder:
             best.unmark(self.path)
         for entry in doomed:
             # Do not delete the multi-part checkpoint that was last offered to the bucket, because
-            # other ranks may still be uploading their parts of it.
+            # other ranks may still be uploading their parts of that checkpoint.
             if entry.path != self._copied and (self.copies is None or not self.copies.holds(entry.path)):
                 self._index.remove(entry)
 
@@ -458,7 +460,7 @@ class CheckpointFolder:
     def newest(self, layout: Layout | None = None, newer_than: int = NOTHING) -> Snapshot | None:
         """Return, on every rank, the newest intact checkpoint that any writing rank has.
 
-        Return None if no checkpoint is from a later step than `newer_than`.
+        Return None if no checkpoint is from a step after `newer_than`.
 
         With checkpoint.format=dcp, `layout` determines for which tensors a rank receives only its
         shard. No rank holds two copies of a tensor in memory. A checkpoint counts as broken if any
@@ -597,12 +599,12 @@ class CheckpointFolder:
         return snapshot, ""
 
     def _is_kept(self, step: int, path: Path | None) -> bool:
-        """Return whether the state after `step` steps need not be saved again.
+        """Return whether the state after `step` steps counts as saved.
 
-        Rank 0 decides. Without a bucket, the state need not be saved again, because it is on disk.
-        With a bucket, there are two cases in which the state need not be saved again: the bucket
-        has it, or rank 0 has it in the file `path`. In the second case, this file is uploaded. A
-        file on another node's disk does not count, because rank 0 cannot upload it.
+        Rank 0 decides. Without a bucket, the state counts as saved, because it is on disk. With a
+        bucket, the state counts as saved if the bucket has it, or if rank 0 has it in the file
+        `path`. In the second case, this file is uploaded. A file on another node's disk does not
+        count, because rank 0 cannot upload it.
         """
         kept = True
         if self.copies is not None:
@@ -615,7 +617,7 @@ class CheckpointFolder:
     def _spread(self, own: Snapshot | None, source: int) -> Snapshot:
         """Send the snapshot `own` of rank `source` to all ranks, and return it.
 
-        Large tensors are sent one by one, each directly into its final memory.
+        Large tensors are sent one by one, and each is received directly in its final memory.
         """
         if self._group.world == 1:
             assert own is not None
@@ -680,7 +682,7 @@ class CheckpointFolder:
         return (None if problem else result), problem
 
     def _unreadable(self, error: Exception) -> str:
-        """Describe what is wrong with a checkpoint, given the error that reading it caused."""
+        """Return what is wrong with a checkpoint, based on the error from reading it."""
         if isinstance(error, CheckpointError):
             return str(error)
         where = f"not readable on rank {self._group.rank}"

@@ -16,7 +16,7 @@ from ddpjob_trainer.checkpoints.retention import Entry
 from ddpjob_trainer.errors import CheckpointError
 
 NOTHING, BROKEN = -1, -2
-"""Values in place of a step: the folder has no checkpoint at all, or only broken ones."""
+"""Values used in place of a step if the folder has no checkpoint at all, or only broken ones."""
 _NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
 
 
@@ -88,7 +88,7 @@ class CheckpointIndex:
             print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
     def forget_parts_after(self, step: int) -> None:
-        """Delete incomplete checkpoints in parts whose step is later than `step`.
+        """Delete incomplete multi-part checkpoints from steps after `step`.
 
         If such a checkpoint were kept, it would count as the newest one.
         """
@@ -104,7 +104,7 @@ class CheckpointIndex:
         try:
             metadata = dcp.read_metadata(path) if path.suffix == dcp.SUFFIX else torch_file.read_metadata(path)
             self._known[path] = Entry(step, path, metadata.epoch)
-        # If a checkpoint's name is a dangling link, FileNotFoundError is raised.
+        # FileNotFoundError means that the checkpoint is a dangling link.
         except (CheckpointError, FileNotFoundError):
             self._known[path] = Entry(step, path, whole=False)
         return self._known[path]

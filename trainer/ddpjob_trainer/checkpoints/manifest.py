@@ -7,9 +7,9 @@
      "state": {"dict": [["step", 7], ["model", {"dict": [["weight", {"tensor": "0:model.weight"}]]}]]},
      "sha256": "..."}
 
-A chunk records where its part of the tensor begins, the part's sizes, and the file and byte where
-its values begin. The values are in row-major order, so their length follows from the sizes and
-dtype.
+A chunk records where its part of the tensor begins, the part's sizes, the file, and the byte at
+which the values begin. The values are in row-major order, so their length follows from the sizes
+and the dtype.
 
 `state` is the structure around the tensors. Numbers, strings, true, false, null and lists stand for
 themselves; an object has one key, which names a type that JSON lacks: `dict` (pairs of key and
@@ -61,7 +61,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A part of a tensor. Its values are in `file`, from byte `at` on."""
+    """A part of a tensor. Its values begin at byte `at` of `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -116,7 +116,7 @@ def write(recorded: dict[str, Any]) -> bytes:
 def read(data: bytes) -> CheckpointManifest:
     """Check the bytes of a manifest, and return their content.
 
-    If the manifest is invalid, the error is always CheckpointError.
+    Raises CheckpointError, and no other error, if the manifest is invalid.
     """
     try:
         return _manifest(_recorded(data))

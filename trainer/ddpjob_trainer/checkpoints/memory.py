@@ -42,7 +42,7 @@ class NodeMemory:
             )
 
     def restore(self) -> Snapshot | None:
-        """Return the newest state that is complete in the memory of all nodes together, or None."""
+        """Return the latest state that the nodes together hold completely, or None."""
         if self._snapshots is None:
             return None
         found = self._snapshots.restore(self._rebuild, self._rows)
@@ -53,9 +53,8 @@ class NodeMemory:
     def begin(self, step: int, source: str) -> dict[str, Any]:
         """Record the step that training continues from.
 
-        Return the figures to report about this start.
-
-        `source` is one of protocol.SOURCES, and says where the training state came from.
+        Return the figures to report about this start. `source` is one of protocol.SOURCES, and says
+        where the training state came from.
         """
         if self._snapshots is None:
             return {}
@@ -74,9 +73,9 @@ class NodeMemory:
         return self._snapshots.news()
 
     def interrupt(self) -> None:
-        """Ignore the duration of the next step when the cost of copies is estimated.
+        """Exclude the next step from the estimate of what copies cost.
 
-        Call this if the step's time includes something else, such as an evaluation.
+        Call this if the step's time includes other work, such as an evaluation.
         """
         if self._snapshots is not None:
             self._snapshots.interrupt()

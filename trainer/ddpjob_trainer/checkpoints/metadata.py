@@ -11,15 +11,15 @@ from ddpjob_trainer.errors import CheckpointError
 VERSION = 1
 """Version of the metadata's format. Other versions are refused."""
 _LATEST = 253402300800
-"""The start of the year 10000 in Unix seconds. A later time is a sign of damage."""
+"""The start of the year 10000, as a Unix time in seconds. A later time is a sign of damage."""
 
 
 @dataclass(frozen=True)
 class Metadata:
     """Facts about a checkpoint: `world` ranks saved the checkpoint after `step` steps.
 
-    `epoch` is the number of epochs completed at that point, or None within an epoch. `time` is when
-    the checkpoint was saved, in seconds since the Unix epoch.
+    `epoch` is the number of epochs completed at that point, or None if the checkpoint was saved
+    within an epoch. `time` is when the checkpoint was saved, in seconds since the Unix epoch.
     """
 
     step: int
@@ -28,9 +28,9 @@ class Metadata:
     time: float = 0.0
 
     def written(self, **more: Any) -> dict[str, Any]:
-        """Return the metadata as it is stored, with the current time.
+        """Return the metadata in its stored form, with the current time.
 
-        `more` are other entries to store with it.
+        `more` contains other entries to store with the metadata.
         """
         return {"format": VERSION, **asdict(self), "time": round(time.time(), 3), **more}
 

@@ -23,10 +23,11 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, first_line
 
 _FILES = ("model.safetensors", "pytorch_model.bin", "*.safetensors", "*.bin", "*.pth", "*.pt")
-"""Patterns for the files with weights in a folder. The first one that matches is used."""
+"""Patterns for files with weights in a folder. The first file that matches the earliest pattern is
+used.
+"""
 _OTHER_INPUTS = ("googlenet", "inception_v3")
-"""Models of torchvision whose weights expect a different normalization of pixels than the
-trainer's.
+"""torchvision models whose weights expect pixels to be normalized differently than in the trainer.
 """
 _DEFAULT = "default"
 
@@ -34,7 +35,8 @@ _DEFAULT = "default"
 def load_pretrained(
     config: ModelConfig, channels: int, model: Tensors, group: Group, alive: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Return, on every rank, all weights that fine-tuning of `model` starts from, by name.
+    """Return, on every rank, {name: tensor} for all weights that fine-tuning of `model` starts
+    from.
 
     Only rank 0 finds the weights, and prints which ones it uses. `alive` is called repeatedly while
     the ranks wait. Raises CheckpointError on every rank if the weights are not found or do not fit.
@@ -44,8 +46,8 @@ def load_pretrained(
 
 def _take(config: ModelConfig, channels: int, model: Tensors) -> dict[str, torch.Tensor]:
     key, found = f"model.pretrained={config.pretrained}", _find(config, channels)
-    # The last entry of the state dict belongs to the model's last layer, as in the models of
-    # torchvision and timm.
+    # Assume that the last entry of the state dict belongs to the model's last layer. This is true
+    # of the models of torchvision and timm.
     head = [*model][-1].rpartition(".")[0]
     fresh = [
         name

@@ -47,7 +47,7 @@ def expendable(found: Collection[Entry], scores: dict[int, float], config: Check
 def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -> list[Entry]:
     """Return the checkpoints that have been evaluated, best first.
 
-    If scores are equal, the older checkpoint comes first. A score that is not finite comes last.
+    If scores are equal, the older checkpoint comes first. Infinite and undefined scores come last.
     """
     sign = -1 if metric is Metric.ACCURACY else 1
 

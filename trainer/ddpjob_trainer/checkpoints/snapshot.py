@@ -1,8 +1,8 @@
 """A snapshot: the state of training after a step, copied to the CPU.
 
 Training waits until the copy is made, and continues while the copy is written to disk. The next
-snapshot reuses the copy's memory. With an accelerator, that memory is pinned, and copies are
-asynchronous in stream order.
+snapshot reuses the copy's memory. With an accelerator, that memory is pinned, and copies are made
+asynchronously, in stream order.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ Snapshot = dict[str, Any]
 Path = tuple[str | int, ...]
 
 Layout = Callable[[Path, torch.Size], Any]
-"""A function that is given a tensor's place in a snapshot and the tensor's whole shape. It returns
-a DTensor that has the desired layout over the ranks, or None if every rank should have the whole
-tensor.
+"""A function that takes a tensor's path in a snapshot and the tensor's whole shape. It returns a
+DTensor with the desired layout over the ranks, or None if every rank should have the whole tensor.
 """
 
 
 def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:
-    """Return a tree of the same structure, with each tensor replaced by `change`.
+    """Return a copy of the tree in which each tensor is replaced by the result of `change`.
 
     All containers are new, so a later change to the original ones does not affect the result.
     """
@@ -100,12 +99,12 @@ class Staging:
         self._events: list[Any] = []
 
     def take(self, snapshot: Snapshot, *, whole: bool, wanted: bool = True) -> Snapshot:
-        """Begin to copy `snapshot` into this memory, and return the copy.
+        """Start copying `snapshot` into this memory, and return the copy.
 
         The previous copy is overwritten. Call `settle()` before reading the new one. With `whole`,
-        sharded tensors are gathered, which all ranks must do together. Without it, each rank copies
-        only its own shard. A rank with `wanted=False` takes part in the gathering, but gets an
-        empty copy.
+        all ranks must call this together, because sharded tensors are gathered. Without `whole`,
+        each rank copies only its own shards. A rank with `wanted=False` takes part in the
+        gathering, but gets an empty copy.
         """
         used: dict[Path, torch.Tensor] = {}
         devices: set[torch.device] = set()
@@ -147,8 +146,7 @@ class Staging:
 
 
 def with_local(sharded: Any, local: torch.Tensor) -> Any:
-    """Return a DTensor on the CPU that has the layout of `sharded`, and `local` as this rank's
-    shard.
+    """Return a CPU DTensor with the layout of `sharded` and with `local` as this rank's shard.
 
     The mesh of `sharded` may be on a different device.
     """

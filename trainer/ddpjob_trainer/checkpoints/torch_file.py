@@ -199,7 +199,7 @@ def describe(path: Path) -> Snapshot:
 
 
 def _split(tail: bytes, size: int) -> tuple[int, bytes]:
-    """Return (the position of the archive's last record in the file, the comment).
+    """Return the position of the archive's last record in the file, and the comment.
 
     `tail` is the end of a file of `size` bytes.
     """

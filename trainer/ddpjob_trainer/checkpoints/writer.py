@@ -68,7 +68,7 @@ class Writer:
         )
 
     def start(self, act: Callable[[], None], path: Path, step: int, pause_seconds: float) -> None:
-        """Start `act`, which puts the checkpoint `path` in place, in the background.
+        """Run `act` in the background, to put the checkpoint `path` in place.
 
         Must not be called while a save is in progress.
         """

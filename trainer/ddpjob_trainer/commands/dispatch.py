@@ -68,7 +68,7 @@ FILE: a YAML file, or the name of a shipped one: {shipped}. Keys, with their def
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command that `arguments` name or, without a command, train.
+    """Run the command in `arguments`, or train if they do not start with a command.
 
     This process is one rank of the group that the environment describes. Return the exit code.
     """

@@ -39,7 +39,7 @@ _SHIPPED = Path(__file__).parent / "shipped"
 
 @dataclasses.dataclass(kw_only=True, slots=True, frozen=True)
 class Config:
-    """All settings that a run depends on."""
+    """All settings of a run."""
 
     strategy: StrategyName = StrategyName.DDP
     """How ranks share the training. ddp: each rank has the whole model, and gradients are averaged

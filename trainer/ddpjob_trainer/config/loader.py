@@ -43,7 +43,7 @@ def from_env(variable: str) -> dict[str, str]:
 def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
     """Flatten sections to dotted keys: `{"optim": {"lr": 0.1}}` -> `{"optim.lr": 0.1}`.
 
-    Keys that are already dotted are accepted too.
+    Dotted keys are accepted too. Raises ConfigError if a key is given twice or is not a string.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -114,7 +114,7 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
         try:
             number = kind(read(loader, node))
-        except (ValueError, IndexError) as error:  # For example, !!int without a number.
+        except (ValueError, IndexError) as error:  # The tag !!int may precede text that is not a number.
             raise yaml.constructor.ConstructorError(None, None, f"{text!r} is not a number", node.start_mark) from error
         number.written = text
         return number

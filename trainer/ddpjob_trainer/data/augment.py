@@ -21,8 +21,8 @@ _ERASING, _CUTOUT = 0x45524153, 0x43555420
 def pad(images: torch.Tensor, width: int, padding: Padding) -> torch.Tensor:
     """Return `images` (n, channels, height, width) with a border of `width` pixels on each side.
 
-    Any dtype is supported. Reflected pixels are copied by index, because torch's own reflection
-    supports only floats.
+    Any dtype is supported. torch's own reflection supports only floats, so this function copies the
+    reflected pixels by index.
     """
     if padding is Padding.ZEROS:
         return torch.nn.functional.pad(images, (width,) * 4)
@@ -43,17 +43,16 @@ def check_shift(shift: int, shape: Sequence[int]) -> None:
 
 
 class CropAndFlip:
-    """Shifts each image in a set by up to `padding` pixels and, if `flip` is set, mirrors some
-    images.
+    """Shifts images by up to `padding` pixels and, if `flip` is set, mirrors some of them.
 
     `border` determines the pixels that a shift brings in from outside the image. An image is
-    mirrored with probability one half. With flip=alternating, the images to mirror are drawn for
-    epoch 0 only: even epochs mirror these images, and odd epochs mirror all others. So two
-    consecutive epochs show both sides of each image (Jordan, 94% on CIFAR-10 in 3.29 seconds,
+    mirrored with a probability of one half. With flip=alternating, the images to mirror are chosen
+    once, for epoch 0. Even epochs mirror the chosen images, and odd epochs mirror all others, so
+    two consecutive epochs show both sides of each image (Jordan, 94% on CIFAR-10 in 3.29 seconds,
     2024). He et al., Deep residual learning, 2015, section 4.2, use padding 4 for CIFAR.
 
-    Every crop is a view of the padded set, so a batch takes one gather operation on the device that
-    holds the set.
+    Every crop is a view of the padded set, so cropping a batch is a single gather operation on the
+    device that holds the set.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class CropAndFlip:
         repeats: int = 1,
         border: Padding = Padding.ZEROS,
     ) -> None:
-        """Pad the images in the set, (n, channels, height, width) uint8.
+        """Pad the whole set of images, (n, channels, height, width) uint8.
 
         Each image has `repeats` versions, which are augmented differently.
         """
@@ -83,17 +82,18 @@ class CropAndFlip:
     def of(cls, config: DataConfig, images: torch.Tensor, padding: int, *, flip: bool = True) -> CropAndFlip:
         """Return the configured augmentation of `images`. Raises ConfigError.
 
-        `padding` and `flip` are used if data.shift and data.flip are not set.
+        `padding` and `flip` are the defaults of data.shift and data.flip.
         """
         padding, flips = config.shift or padding, config.flip or flip
         check_shift(padding, images.shape[1:])
         return cls(images, config.seed, padding=padding, flip=flips, repeats=config.repeats, border=config.padding)
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
-        """Return images as augmented in an epoch, (n, channels, height, width) uint8.
+        """Return the images that `numbers` select, as augmented in an epoch.
 
-        `numbers` are int64 (n,), on any device. In a set of `size` images, a number of `size` or
-        more stands for another version of image `number % size` (data.repeats).
+        The result is (n, channels, height, width) uint8. `numbers` are int64 (n,), on any device.
+        In a set of `size` images, each number stands for a version of image `number % size`
+        (data.repeats).
         """
         if epoch != self._epoch:
             self._draw(epoch)
@@ -130,7 +130,9 @@ class RandAugment:
     """
 
     def __init__(self, operations: int, magnitude: int) -> None:
-        """Prepare RandAugment with `operations` per image or, if that is 0, TrivialAugment."""
+        """Prepare RandAugment with `operations` per image. If `operations` is 0, use
+        TrivialAugment.
+        """
         from torchvision.transforms import v2
 
         self.operations, self.magnitude = operations, magnitude
@@ -166,14 +168,14 @@ class RandAugment:
     def space(self) -> dict[str, tuple[Callable[[int, int, int], torch.Tensor | None], bool]]:
         """torchvision's operations, by name.
 
-        Each one has a function and a flag. The function maps (bins, height, width) to the possible
-        magnitudes, or to None if the operation has no magnitude. The flag says whether the chosen
-        magnitude may be negated.
+        Each operation has a function and a flag. The function maps (bins, height, width) to the
+        possible magnitudes, or to None if the operation has no magnitude. The flag indicates
+        whether the chosen magnitude may be negated.
         """
         return self._transform._AUGMENTATION_SPACE  # type: ignore[no-any-return]
 
     def __call__(self, image: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
-        """Return an augmented image, given one image (3, height, width) uint8."""
+        """Return the augmented image. `image` is (3, height, width) uint8."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive(seed, epoch, number, RANDAUGMENT))
             augmented: torch.Tensor = self._transform(image)
@@ -196,7 +198,7 @@ class RandomErasing:
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
         """Fill a random rectangle in some of the images with 0, the mean colour, in place.
 
-        `images` (n, channels, height, width) show the samples `numbers`.
+        `images` are (n, channels, height, width), and `numbers` are their sample numbers.
         """
         chosen = uniform(derive(self._seed, _ERASING), epoch, np.array(numbers, dtype=np.int64), 1)[:, 0]
         shape = torch.empty(images.shape[1:], device="meta")
@@ -211,19 +213,19 @@ class RandomErasing:
 
 
 class Cutout:
-    """Sets a square of normalized images to 0, the mean colour.
+    """Sets a square in each normalized image to 0, the mean colour.
 
-    The center may be anywhere, so part of the square may lie outside the image. DeVries and Taylor,
-    Improved regularization of convolutional neural networks with Cutout, 2017.
+    The center of the square can be anywhere in the image, so part of the square may lie outside.
+    DeVries and Taylor, Improved regularization of convolutional neural networks with Cutout, 2017.
     """
 
     def __init__(self, side: int, seed: int) -> None:
         self._half, self._seed = side // 2, seed
 
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
-        """Set a random square of each image to 0, in place.
+        """Set a random square in each image to 0, in place.
 
-        `images` (n, channels, height, width) show the samples `numbers`.
+        `images` are (n, channels, height, width), and `numbers` are their sample numbers.
         """
         draws = torch.from_numpy(uniform(derive(self._seed, _CUTOUT), epoch, np.array(numbers, dtype=np.int64), 2))
         inside = []
@@ -236,23 +238,23 @@ class Cutout:
 def _erase(images: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Set to 0, in place, the pixels whose row and column are both selected.
 
-    `rows` (n, height) and `columns` (n, width) select rows and columns of each image.
+    The masks `rows` (n, height) and `columns` (n, width) select the rows and columns of each image.
     """
     rows, columns = (inside.to(images.device, non_blocking=True) for inside in (rows, columns))
     return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
 
 
 Eraser = Callable[[torch.Tensor, list[int], int], torch.Tensor]
-"""A function that erases parts of normalized images (n, channels, height, width) in place. It is
-given the images, their sample numbers, and the epoch.
+"""A function that erases parts of normalized images in place. Its arguments are the images, (n,
+channels, height, width), their sample numbers, and the epoch.
 """
 
 
 def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
     """Return the configured functions that erase parts of images.
 
-    Raises ConfigError for an invalid value, or if erasing is configured but inputs of `shape` are
-    not images.
+    `shape` is the shape of an input. Raises ConfigError for an invalid value, and for erasing if
+    the inputs are not images.
     """
     if not 0 <= config.erase <= 1:
         raise ConfigError(f"data.erase={config.erase}: must be a probability, for example 0.1, or 0 for none")
@@ -269,11 +271,11 @@ def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
 
 
 def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> Box:
-    """Return a random crop: 8 to 100 % of the area, with an aspect ratio from 3:4 to 4:3.
+    """Return a random crop with 8 to 100 % of the area and an aspect ratio from 3:4 to 4:3.
 
-    `draws` are (10, 4) uniform numbers, enough for ten attempts. If no attempt gives a crop that
-    fits into the image, the center of the image is used, as in Szegedy et al., Going deeper with
-    convolutions, 2014, and in torchvision's RandomResizedCrop.
+    `draws` are (10, 4) uniform numbers, enough for ten attempts. If no attempt yields a crop that
+    fits into the image, the result is the center of the image. torchvision's RandomResizedCrop does
+    the same (Szegedy et al., Going deeper with convolutions, 2014).
     """
     for area_draw, ratio_draw, top_draw, left_draw in draws:
         area = height * width * (0.08 + 0.92 * area_draw)

@@ -3,8 +3,8 @@
 Problem: augmenting 128 images one by one launches 5,350 kernels, more than the training step
 itself. On a GPU, launching the kernels takes more time than processing the pixels.
 
-Rule: images that drew the same kind of operation are processed together. Each round sorts the batch
-by kind, so that a kind is a slice of the batch and can be changed in place:
+Rule: images with the same kind of operation are processed together. Each round sorts the batch by
+kind. The images of a kind are then a slice of the batch, which can be changed in place:
 
     warped      shear, translation, rotation: a table has torchvision's sampling grid per magnitude
     blended     contrast, color, sharpness: image * scale + other * alpha, clamped, rounded down
@@ -13,11 +13,11 @@ by kind, so that a kind is a slice of the batch and can be changed in place:
 
 Example: of 128 images, 46 are warped by one `grid_sample`, although each has its own angle.
 
-Every pixel has the same bits as with torchvision, whose own functions fill the tables. Where
-torchvision's kernels use a fused multiply-add, this module computes the sum in float64, which is
-exact, and rounds it once. The random numbers equal those of a torch generator that is seeded for
-each image, but they are computed for a whole epoch at once. Results were compared on CPUs, but not
-on a GPU.
+The results have the same bits as torchvision's, because torchvision's own functions fill the
+tables. Where torchvision's kernels use a fused multiply-add, this module computes the sum in
+float64, which is exact, and rounds it once. The random numbers are those of a torch generator that
+is seeded for each image, but all numbers of an epoch are computed at once. Results were compared on
+CPUs, but not on a GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BatchAugment:
     def __init__(self, crop: CropAndFlip, images: torch.Tensor, augment: RandAugment, seed: int, versions: int) -> None:
         """Prepare the tables of all operations.
 
-        `images` are the whole set, (n, 3, height, width) uint8. `versions` is the total number of
+        `images` is the whole set, (n, 3, height, width) uint8. `versions` is the total number of
         versions of all images (data.repeats).
         """
         self._crop, self._seed, self._versions, self._epoch = crop, seed, versions, -1
@@ -92,9 +92,10 @@ class BatchAugment:
         self._blur = torch.tensor(kernel, device=images.device).expand(3, 1, 3, 3)
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
-        """Return images as augmented in an epoch: (n, 3, height, width) float32, from 0 to 255.
+        """Return the images that `numbers` select, as augmented in an epoch.
 
-        `numbers` are int64 (n,), in main memory.
+        The result is (n, 3, height, width) float32, with values from 0 to 255. `numbers` are int64
+        (n,), in main memory.
         """
         if epoch != self._epoch:
             self._codes, self._epoch = self._draw(epoch), epoch
@@ -134,8 +135,8 @@ class BatchAugment:
     ) -> None:
         """Apply the operations of one round, in place.
 
-        `images` are sorted by the kind of their operation, and `counts` has the number of images of
-        each kind.
+        `images` are sorted by the kind of operation. `counts` has the number of images of each
+        kind.
         """
         _, warped, *_, mapped, auto, equalized = torch.split(images, counts)
         ends = np.cumsum(counts).tolist()
@@ -162,8 +163,8 @@ class BatchAugment:
         red, green, blue = images[: len(images) - len(sharp)].unbind(1)
         gray = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_().unsqueeze(1)
         mean = gray[: len(contrast)].mean((1, 2, 3), keepdim=True)
-        # As in torchvision, each image is blended with its blurred version, except at the border,
-        # which remains unchanged.
+        # As in torchvision, sharpness blends each image with a blurred version, but leaves the
+        # border unchanged.
         blurred = conv2d(sharp, self._blur, groups=3).round_().sub_(sharp[..., 1:-1, 1:-1])
         size = (-1, *images.shape[1:])
         other = torch.cat([mean.expand(size), gray[len(contrast) :].expand(size), pad(blurred, (1, 1, 1, 1))])
@@ -171,7 +172,7 @@ class BatchAugment:
         torch.addcmul(scaled, other, alpha, out=images).clamp_(0, 255).floor_()
 
     def _draw(self, epoch: int) -> npt.NDArray[np.int16]:
-        """Return the operations that an epoch applies to each version: codes (versions, rounds)."""
+        """Return the codes of the operations for each version in an epoch, (versions, rounds)."""
         blocks = []
         for start in range(0, self._versions, _BLOCK):
             numbers = np.arange(start, min(start + _BLOCK, self._versions))
@@ -216,8 +217,8 @@ def _grid(name: str, size: float, image: torch.Tensor) -> torch.Tensor:
 
     bilinear, sheared = v2.InterpolationMode.BILINEAR, math.degrees(math.atan(size))
     with _SeenGrid() as seen:
-        # Without a center, torchvision rotates by multiples of 90 degrees without any sampling
-        # grid.
+        # Specify the center. Without it, torchvision does not use a sampling grid for multiples of
+        # 90 degrees.
         if name == "Rotate":
             center = [image.shape[-1] * 0.5, image.shape[-2] * 0.5]
             v2.functional.rotate(image, size, bilinear, center=center)
@@ -232,9 +233,9 @@ def _grid(name: str, size: float, image: torch.Tensor) -> torch.Tensor:
 
 
 def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
-    """Return the new value of each pixel value from 0 to 255.
+    """Return a table with the new value of each pixel value from 0 to 255.
 
-    `name` is an operation that maps each value by itself, and `size` is its magnitude. `ramp`
+    `name` is an operation that maps each value separately, and `size` is its magnitude. `ramp`
     contains all values.
     """
     from torchvision.transforms.v2 import functional
@@ -250,14 +251,17 @@ def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
 
 
 def _levels(pixels: int, ramp: torch.Tensor) -> torch.Tensor:
-    """Return a table with the new values of pixels for equalize and autocontrast.
+    """Return a table with the new pixel values for equalize and autocontrast.
 
-    A channel has `pixels` pixels. The channel selects a row of the table, and each of its pixels
-    selects a column. Row s > 0 equalizes a channel in which at least 255 * s but fewer than 255 *
-    (s + 1) pixels are below the channel's largest value. In this row, a pixel's column is the
-    number of pixels with a smaller value. Row -r stretches the contrast of a channel whose largest
-    and smallest values differ by r. In this row, a pixel's column is the difference between its
-    value and the smallest value.
+    A channel has `pixels` pixels. The channel determines the row of the table, and each of its
+    pixels determines a column.
+
+    For equalize, let n be the number of pixels below the channel's largest value. The row is n //
+    255; row 0 is not used. A pixel's column is the number of pixels with a smaller value.
+
+    For autocontrast, the row is the channel's smallest value minus its largest value. A negative
+    row counts from the end of the table. A pixel's column is the pixel's value minus the smallest
+    value.
     """
     from torchvision.transforms.v2 import functional
 

@@ -1,9 +1,9 @@
 """The user's own transform of training batches on the device (`data.batch_transform`).
 
 `function(images, labels, generator)` gets one micro-batch, and returns (images, labels). The
-micro-batch's key seeds `generator` and the global generators of Python, numpy and torch, so that
-the function draws the same numbers on any number of ranks. The function may mix the samples of the
-micro-batch, so ranks take whole micro-batches (see `run_plan.Division`). With data.exact=false,
+micro-batch's key seeds `generator` and the global generators of Python, numpy and torch. The
+function therefore draws the same numbers on any number of ranks. Because it may mix the samples of
+the micro-batch, ranks take whole micro-batches (see `run_plan.Division`). With data.exact=false,
 each rank transforms its own share instead, and the result depends on the number of ranks.
 """
 
@@ -25,14 +25,14 @@ class BatchTransform:
     def __init__(self, name: str, device: torch.device, classes: int = 0) -> None:
         """Load the function. Raises ConfigError.
 
-        If `classes` is not 0, the labels that the function returns are checked: they must be valid
-        for that many classes.
+        If `classes` is not 0, each call checks that the function's labels are valid for that many
+        classes.
         """
         self._classes, self._name, self._function = classes, name, load_function("data.batch_transform", name)
         self._generator = torch.Generator(device)
 
     def __call__(self, batch: Batch, key: int) -> Batch:
-        """Return the micro-batch after the function has transformed it.
+        """Return the micro-batch as transformed by the function.
 
         Unreadable images are not passed to the function. Raises TrainingError if the function's
         result is invalid.

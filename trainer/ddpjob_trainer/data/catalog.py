@@ -18,7 +18,8 @@ _SHIFTED = (DataName.CIFAR10, DataName.CIFAR100, DataName.SHAPES, DataName.DIGIT
 def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet:
     """Return the data set named by `config`, with batches on `device` (default: the CPU).
 
-    Raises a DataError that names the path and the remedy, and ConfigError for invalid values.
+    Raises ConfigError for invalid values, and a DataError with the path and the remedy for data
+    that cannot be read.
     """
     if config.batch < 1:
         raise ConfigError(

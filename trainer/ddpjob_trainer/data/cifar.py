@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100, in both official versions: binary and python (pickles).
 
-Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Only downloads use torchvision. Reading does
-without torchvision, because importing it takes seconds.
+Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Only downloads use torchvision, because
+importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ _LAYOUTS = {
 def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
     """Return the whole data set as uint8 images on the device.
 
-    `data.dir` is the folder of the unpacked archive, or its parent. Raises DataError.
+    `data.dir` is the folder of the unpacked archive or the folder that contains it. Raises
+    DataError.
     """
     layout = _LAYOUTS[DataName(config.name)]
     found = _find(config.dir, layout)
@@ -116,7 +117,10 @@ def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
 
 
 def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
-    """Return (the first folder that has a training file, whether its files are binary), or None."""
+    """Return the first folder with a training file, and whether its files are binary.
+
+    Return None if there is no such folder.
+    """
     if root is None:
         return None
     for folder in (root / layout.python_folder, root / layout.binary_folder, root):
@@ -176,8 +180,7 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
 def _content(path: Path) -> bytes:
     """Return the content of a file in the archive.
 
-    Raises DataError if the file is larger than any valid one, because such a file would fill the
-    memory.
+    Raises DataError if the file is too large to be valid, because reading it could fill the memory.
     """
     size = path.stat().st_size
     if size > MOST_BYTES:

@@ -1,11 +1,11 @@
 """Reads a file of CIFAR's python version, which is a pickle, without Python's unpickler.
 
-A pickle is a program for a stack machine. Python's machine lets the file import names, call them,
-set attributes (the opcode BUILD with a pair is `setattr`, even on a class) and choose the size of
-the machine's memory. The machine here interprets only the opcodes that Python 2.7 to 3.13 write, in
-protocols 2 to 5, for a dict of strings, lists of integers and arrays from numpy 1 and 2. A name in
-the file remains a name: nothing is imported or called, and no attribute is set. The few calls that
-numpy writes are turned into descriptions of an array:
+A pickle is a program for a stack machine. With Python's machine, a file can import names, call
+them, set attributes (the opcode BUILD with a pair is `setattr`, even on a class) and choose the
+size of the machine's memo. The machine in this module interprets only the opcodes that Python 2.7
+to 3.13 write, in protocols 2 to 5, for a dict of strings, lists of integers and arrays from numpy 1
+and 2. A name in the file remains a name: nothing is imported or called, and no attribute is set.
+The few calls that numpy writes are turned into descriptions of an array:
 
     REDUCE  numpy.dtype("u1", False, True)                -> a dtype, "u1" or "i8" only
     BUILD   it with (3, "|", None, None, None, -1, -1, 0) -> checked, and dropped
@@ -14,9 +14,9 @@ numpy writes are turned into descriptions of an array:
     REDUCE  _frombuffer(content, dtype, shape, "C")       -> an array, as protocol 5 writes it
     REDUCE  _codecs.encode(text, "latin1")                -> bytes, as Python 3 writes them in protocol 2
 
-Contents are converted or copied only at the end, and only in the two fields that are read. If
-contents were converted immediately, a small file could fill the memory by repeating a conversion.
-Memory use is bounded by the file's size and its number of opcodes.
+Only the two fields that are read are converted or copied, and only at the end. If the machine
+converted contents immediately, a small file could fill the memory by repeating a conversion. Memory
+use is bounded by the file's size and its number of opcodes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_BYTES = 320 << 20
-"""Maximum size of a batch file in bytes. The largest valid file is CIFAR-100's training set: 155
-MB, or twice that if Python 3 wrote it in protocol 2.
+"""Maximum size of a batch file in bytes. The largest valid file is CIFAR-100's training set, which
+has 155 MB, or twice as much if Python 3 wrote it in protocol 2.
 """
 MOST_OPCODES = 2_000_000
 """Maximum number of opcodes in a batch; the largest batch has about 300,000."""
 
 _DTYPES = {"u1": "|", "i8": "<"}
-"""The supported element types by numpy's name, with the byte order that the file must state for
-each.
-"""
+"""Maps each supported element type, by numpy's name, to the byte order that the file must state."""
 _LATIN1 = "latin1"
 
 
@@ -51,7 +49,7 @@ class _Name:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Bytes that the file stores as text in the encoding Latin-1."""
+    """Bytes that the file stores as Latin-1 text."""
 
     text: str
 
@@ -65,8 +63,8 @@ class _Dtype:
 class _Array:
     """An array in the file.
 
-    After the array is created, the opcode BUILD sets its layout and content. `content` has one
-    character or byte for each byte of the array.
+    The opcode BUILD sets the layout and content of an existing array. `content` has one character
+    or byte for each byte of the array.
     """
 
     shape: tuple[int, ...] | None = None
@@ -77,7 +75,7 @@ class _Array:
     def fill(self, shape: Any, dtype: Any, order: Any, content: Any) -> _Array:
         """Set the layout and content that the file states.
 
-        Raises ValueError if the layout or content is invalid, or if they do not match each other.
+        Raises ValueError if one of them is invalid, or if the content does not fit the layout.
         """
         content = content.text if isinstance(content, _Encoded) else content
         if not isinstance(shape, tuple) or len(shape) > 2 or not all(type(side) is int and side >= 0 for side in shape):
@@ -98,10 +96,10 @@ def _bytes_of(shape: tuple[int, ...], dtype: _Dtype) -> int:
 
 
 def read_batch(content: bytes, *keys: str) -> list[npt.NDArray[Any]]:
-    """Return the values that the pickled dict has under `keys`, as arrays.
+    """Return the arrays that the pickled dict contains under `keys`.
 
-    A list of integers becomes an array of int64. Raises ValueError, with the reason as its message,
-    if `content` is not a CIFAR batch.
+    A list of integers becomes an array of int64. If `content` is not a CIFAR batch, raises a
+    ValueError whose message is the reason.
     """
     try:
         found = _run(content)
@@ -248,7 +246,7 @@ def _name(module: Any, name: Any) -> _Name:
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    """Return the object that a function call in the file describes. Raises ValueError."""
+    """Return the object that a function call in the file stands for. Raises ValueError."""
     if isinstance(function, _Name) and isinstance(arguments, tuple):
         match function.text, arguments:
             case "dtype", (str(code), *flags) if code in _DTYPES and flags == [False, True]:
@@ -263,7 +261,7 @@ def _call(function: Any, arguments: Any) -> Any:
 
 
 def _build(target: Any, state: Any) -> None:
-    """Check the state that the file sets on a dtype, or fill an array with its state.
+    """Apply a state from the file: check the state of a dtype, or fill an array.
 
     Raises ValueError.
     """

@@ -11,7 +11,10 @@ _NAMED = 5
 
 
 class Warnings:
-    """Reports a process's first few unreadable images by name; later ones are only counted."""
+    """Reports only a process's first few unreadable images by name.
+
+    `CorruptCount` counts all of them.
+    """
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -34,7 +37,8 @@ class Warnings:
 class CorruptCount:
     """Counts an epoch's unreadable images over all ranks.
 
-    Because the count is global, training ends at the same step on any number of ranks.
+    If there are too many, training ends at the same step on any number of ranks, because the count
+    is global.
     """
 
     def __init__(self, size: int, config: DataConfig) -> None:
@@ -47,12 +51,12 @@ class CorruptCount:
         self._met = self.epoch = 0
 
     def met(self, unreadable: int) -> None:
-        """Add the number of unreadable images in one of this rank's micro-batches."""
+        """Count the unreadable images in one of this rank's micro-batches."""
         self._met += unreadable
 
     @property
     def possible(self) -> bool:
-        """Whether this data set can have unreadable images."""
+        """Whether this data set can have unreadable images that are skipped."""
         return self._possible
 
     def take(self) -> int:
@@ -61,8 +65,7 @@ class CorruptCount:
         return met
 
     def add(self, step: int) -> int:
-        """Add the number of unreadable images that all ranks found in a step, and return that
-        number.
+        """Add `step`, the number of unreadable images in a step on all ranks, and return it.
 
         Raises DataError if the epoch now has more unreadable images than data.corrupt_limit allows.
         """
@@ -79,8 +82,8 @@ class CorruptCount:
 def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
     """Raise DataError if all test images, or more than data.corrupt_limit allows, were unreadable.
 
-    A score on the remaining images belongs to a different test set, so this score must not decide
-    which checkpoint is the best one.
+    The remaining images are a different test set, whose score must not decide which checkpoint is
+    the best.
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:
         raise DataError(

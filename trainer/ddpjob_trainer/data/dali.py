@@ -1,12 +1,12 @@
 """data.decoder=dali: NVIDIA DALI decodes training images, on a GPU if there is one.
 
-The crops are the same as those that worker processes would choose. Test images are always decoded
-by worker processes. If DALI cannot decode a batch, the function that workers use decodes the batch
-and reports the broken image. decoders.image_slice decodes only the crop:
-https://docs.nvidia.com/deeplearning/dali.
+DALI decodes the same crops that worker processes would choose, and nothing outside a crop
+(decoders.image_slice, https://docs.nvidia.com/deeplearning/dali). If DALI cannot decode a batch,
+this process decodes the batch as a worker would, and reports the broken image. Test images are
+always decoded by worker processes.
 
-Pixels are copied on this module's own CUDA stream, so a batch that is decoded ahead does not wait
-for training's kernels. This module has not been run on a GPU.
+A separate CUDA stream copies the pixels, so a batch that is decoded ahead does not wait for
+training's kernels. This module has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AHEAD = 2
 
 Contents = list[bytes | OSError]
 Crop = tuple[tuple[int, int], tuple[int, int], int]
-"""A crop: (top, left), (height, width), and 1 if the image is mirrored, otherwise 0."""
+"""A crop as ((top, left), (height, width), mirrored), where `mirrored` is 0 or 1."""
 
 
 class DaliDecoder:
@@ -47,9 +47,9 @@ class DaliDecoder:
     ) -> None:
         """Prepare the decoder. Raises ConfigError if DALI is not installed.
 
-        `choose(request, index)` is called for each image of a request. `choose` returns a function
-        and a flag. The function computes the crop from the image's height and width. The flag says
-        whether the image is mirrored. `fallback` decodes a request without DALI.
+        `choose(request, index)` is called for each image of a request. It returns a function that
+        computes the crop from the image's height and width, and a flag that indicates whether to
+        mirror the image. `fallback` decodes a request without DALI.
         """
         self._read, self._choose, self._fallback = read, choose, fallback
         self._threads, self._device = max(1, workers), device
@@ -66,7 +66,7 @@ class DaliDecoder:
         self._pipelines: dict[tuple[int, int], Any] = {}
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[Chunk]]:
-        """Yield the decoded pixels of each request, in order. The interface is as in `Pool.run`."""
+        """Yield the decoded pixels of each request, in order, as `Pool.run` does."""
         waiting: deque[Future[Chunk]] = deque()
         for request in requests:
             waiting.append(self._ahead.submit(self._decode, request))
@@ -76,7 +76,7 @@ class DaliDecoder:
             yield [self._hand_over(waiting.popleft().result())]
 
     def _hand_over(self, chunk: Chunk) -> Chunk:
-        """Make a chunk safe to use on the current stream of the calling thread, and return it."""
+        """Make a chunk safe to use on the calling thread's current stream, and return the chunk."""
         if chunk.pixels.is_cuda:
             # Without `record_stream`, a later copy could reuse the memory before training has read
             # the pixels.
@@ -94,7 +94,8 @@ class DaliDecoder:
             return Chunk(self._pixels(contents, crops, request.side), []) if crops else self._fallback(request)
         except UnreadableImage:
             return self._fallback(request)
-        # DALI cannot decode an image. After such an error, DALI's pipeline is unusable.
+        # DALI cannot decode an image. Discard the pipeline, because it is unusable after this
+        # error.
         except RuntimeError:
             self._pipelines.pop((size, request.side), None)
             return self._fallback(request)

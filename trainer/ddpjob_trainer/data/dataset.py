@@ -36,11 +36,11 @@ class Batch:
     """Images and labels that go through a model together, on the data set's device.
 
     `images` are float32 (n, channels, height, width), normalized. `labels` are class numbers, int64
-    (n,). If images are mixed, `labels` are shares of classes (n, classes). In the user's own data,
-    `images` are inputs (n, ...), and `labels` are targets (n, ...); see `Targets`. n may be 0.
+    (n,), or, if images are mixed, shares of classes (n, classes). For the user's own data, `images`
+    are inputs (n, ...), and `labels` are targets (n, ...); see `Targets`. n may be 0.
 
-    `unreadable` is the number of images that could not be read. Unreadable images have weight zero:
-    either their label is UNREADABLE, or all their shares are 0.
+    `unreadable` is the number of images that could not be read. These images have weight zero,
+    because their label is UNREADABLE or all their shares are 0.
     """
 
     images: torch.Tensor
@@ -48,9 +48,9 @@ class Batch:
     unreadable: int = 0
 
     def split(self, sizes: list[int]) -> list[Batch]:
-        """Divide the batch into consecutive parts; `sizes` are their numbers of samples.
+        """Divide the batch into consecutive parts with these `sizes`.
 
-        Each part still carries the whole batch's number of unreadable images.
+        Each part keeps the whole batch's number of unreadable images.
         """
         pieces = zip(torch.split(self.images, sizes), torch.split(self.labels, sizes), strict=True)
         return [Batch(images, labels, self.unreadable) for images, labels in pieces]
@@ -67,9 +67,9 @@ class MicroBatches(Protocol):
 
 
 class Normalize:
-    """Maps uint8 (n, channels, height, width) to float32 (x / scale - mean) / std, on the device.
+    """Normalizes uint8 pixels x to float32 values (x / scale - mean) / std, on the device.
 
-    `mean` and `std` are per channel.
+    Images are (n, channels, height, width). `mean` and `std` have one value per channel.
     """
 
     def __init__(self, scale: float, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
@@ -78,9 +78,7 @@ class Normalize:
         self._factor = (1 / (scale * spread)).float().view(1, -1, 1, 1).to(device)
         self._offset = (-torch.tensor(mean, dtype=torch.float64) / spread).float().view(1, -1, 1, 1).to(device)
         self.deferred = False
-        """Whether a call returns images unchanged because a compiled step will normalize them by
-        `apply`.
-        """
+        """Whether calls return images unchanged, because a compiled step calls `apply` instead."""
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Return the normalized images, or the images themselves if normalization is deferred."""
@@ -92,13 +90,13 @@ class Normalize:
 
 
 class DataSet(Protocol):
-    """A training and a test set of labelled images, read by sample number.
+    """A training set and a test set of labelled images, which are read by sample number.
 
-    Batches are on one device. `shape` is the shape of an image, (channels, height, width); the
-    user's own data may have any shape. `class_names` are in the order of class numbers, or None if
-    the classes have no names. If targets are floats, `classes` is the number of values per target.
-    `whole_numbers` indicates whether inputs are whole numbers, such as tokens. `normalize` maps
-    pixels to inputs; it is None if the data set already stores samples as inputs.
+    All batches are on the same device. `shape` is the shape of an image, (channels, height, width),
+    but the user's own data may have any shape. `class_names` lists the names in the order of class
+    numbers; None means that classes have no names. If targets are floats, `classes` is the number
+    of values per target. `whole_numbers` indicates whether inputs are whole numbers, such as
+    tokens. `normalize` maps pixels to inputs; None means that the data set already stores inputs.
     """
 
     targets: Targets = Targets.CLASSES
@@ -112,18 +110,18 @@ class DataSet(Protocol):
     test_size: int
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield an augmented training batch for each pair of an epoch and its list of numbers.
+        """Yield an augmented training batch for each (epoch, numbers) pair in `parts`.
 
-        An empty list gives an empty batch. Each number is `sample + repeat * train_size`
-        (data.repeats). `sample` determines the image, and the number determines the image's
-        augmentation.
+        If a pair has no numbers, the batch is empty. Each number is `sample + repeat * train_size`
+        (data.repeats). Which image is used depends only on `sample`, but the image's augmentation
+        also depends on `repeat`.
 
-        The stream continues while test batches are read. If reading is slow, the stream reads ahead
-        of the consumer.
+        The stream remains usable while test batches are read. If reading is slow, the data set
+        reads ahead of the consumer.
         """
 
     def shape_in(self, epoch: int) -> tuple[int, ...]:
-        """Return the shape of the training images in an epoch. By default, it is `shape`."""
+        """Return the shape of an epoch's training images, which is `shape` by default."""
         return self.shape
 
     def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
@@ -136,8 +134,7 @@ class DataSet(Protocol):
     def defer_normalization(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Stop normalizing images, and return the normalization that the caller must apply.
 
-        Return None if images need no normalization because the data set already stores them as
-        inputs.
+        Return None if the data set already stores inputs, which need no normalization.
         """
         if self.normalize is None:
             return None
@@ -153,9 +150,9 @@ class DataSet(Protocol):
 
 
 def describe(data: DataSet) -> dict[str, Any]:
-    """Return what a program needs to know about the data in order to use the model.
+    """Return a description of the data for programs that use the model.
 
-    Checkpoints contain this description. For each channel, pixels are converted to inputs by
+    Checkpoints contain this description. A program converts the pixels of each channel to inputs by
     `(pixels / scale - mean) / std`.
     """
     found = data.normalize
@@ -181,8 +178,8 @@ def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]
 def existing_folder(config: DataConfig, remedy: str) -> Path:
     """Return the folder `data.dir`, which must exist and must not be empty.
 
-    Raises DataError with `remedy` if data.dir is not set, or if the folder is missing, empty, or
-    not a folder.
+    Raises DataError, with `remedy`, if data.dir is not set, does not exist, is empty, or is not a
+    folder.
     """
     if config.dir is None:
         raise DataError(f"data.name={config.name} needs data.dir (or DDPJOB_DATA_DIR): {remedy}")

@@ -1,7 +1,8 @@
 """Decodes an image to uint8 pixels: libjpeg-turbo for JPEG, Pillow for everything else.
 
-If the crop allows it, JPEG is decoded at reduced size. Images are resampled as torchvision
-resamples tensors (bilinear with antialiasing), but without torchvision, whose import takes seconds.
+A JPEG is decoded at a reduced size if the crop is large enough. Images are resampled as torchvision
+resamples tensors (bilinear with antialiasing), but torchvision itself is not used, because
+importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 _JPEG = b"\xff\xd8\xff"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Accepted formats. The content of a file, not its name, determines the format. Pillow supports
-many other formats, but some are unsafe: its EPS decoder runs Ghostscript.
+many other formats, some of which are unsafe. For example, its EPS decoder runs Ghostscript.
 """
 MOST_PIXELS = 178_956_970
 """Maximum number of pixels in an image, which is Pillow's own limit. A file can declare any size,
@@ -30,12 +31,12 @@ MOST_BYTES = 6 * MOST_PIXELS
 compression.
 """
 _MOST_SCANS = 500
-"""Maximum number of scans in a progressive JPEG. Encoders write about 10. A file can have many tiny
-scans, and decoding each scan takes a pass over all pixels.
+"""Maximum number of scans in a progressive JPEG. Encoders write about 10. A file could contain a
+huge number of tiny scans, and decoding each one takes a pass over all pixels.
 """
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags in TIFF files
-# Factors by which JPEG may be reduced while it is decoded. libjpeg-turbo has vector code for these.
-# Factors in between cost more than they save.
+# Factors by which a JPEG may be reduced during decoding. libjpeg-turbo has vectorized code for
+# these factors. The factors between them cost more time than they save.
 _SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
 """Ratio of the center crop's side to a test image's shorter side (He et al., Deep residual
@@ -58,9 +59,9 @@ class Box:
 
 
 def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.Tensor:
-    """Decode an image, and return one box of the image, scaled to (3, size, size) uint8.
+    """Decode an image, and return a box of it, scaled to (3, size, size) uint8.
 
-    `choose(height, width)` returns the box, given the size of the image. Raises UnreadableImage.
+    `choose(height, width)` returns the box for an image of that size. Raises UnreadableImage.
     """
     pixels, box = _decode(content, choose, size)
     rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
@@ -87,10 +88,10 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
 
 
 def shrink(content: bytes, side: int, quality: int) -> bytes | None:
-    """Return an image as a JPEG, scaled down so that its longer side is `side`.
+    """Scale an image down until its longer side is `side`, and return it as a JPEG.
 
-    Return None if the image is already that small. Colours have half the resolution (4:2:0), as in
-    most JPEGs. Raises UnreadableImage.
+    Return None if the image is already small enough. Colours have half the resolution (4:2:0), as
+    in most JPEGs. Raises UnreadableImage.
     """
     if max(size_of(content)) <= side:
         return None
@@ -129,10 +130,10 @@ def _resize(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None) -> tuple[torch.Tensor, Box]:
-    """Return the pixels of an image, (3, height, width), and the chosen box in them.
+    """Return the pixels of an image, (3, height, width), and the chosen box.
 
-    If only a crop of `size` is needed, the image may be decoded at a reduced size. The box then
-    refers to the reduced image.
+    If `size` is given, the caller needs only a crop of that size, and a JPEG may be decoded at a
+    reduced size. The box then refers to the reduced image.
     """
     if content[:3] == _JPEG:
         import simplejpeg
@@ -147,8 +148,8 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
         except ValueError:
-            # The error may be only a warning from libjpeg. Pillow can tell such a warning from a
-            # broken file.
+            # The error may be only a warning from libjpeg. Let Pillow decide whether the file is
+            # broken.
             pass
     pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
@@ -161,9 +162,9 @@ def _scale(box: Box, size: int | None) -> int:
 
 
 def _scale_box(box: Box, down: float, across: float) -> Box:
-    """Return the box as it is in a reduced image, with its corners rounded to whole pixels.
+    """Convert a box to the coordinates of a reduced image, rounded to whole pixels.
 
-    `down` and `across` are the scales of the image's height and width.
+    The image's height was scaled by `down`, and its width by `across`.
     """
     if down == across == 1:
         return box
@@ -189,19 +190,19 @@ def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
 def _open_image(content: bytes) -> Iterator[Any]:
     """Open an image with Pillow, and check its size before its pixels are decoded.
 
-    Raises UnreadableImage, even for an error in the body of the `with`, because damaged files make
-    Pillow raise almost any exception.
+    Damaged files make Pillow raise almost any exception, here or in the body of the `with`. Raises
+    UnreadableImage instead of such an exception.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
-        # Pillow allocates the memory for decoding a WebP image when it opens the image, so check
-        # the image's size before opening it.
+        # Check the size before opening a WebP image, because Pillow allocates the memory for
+        # decoding as soon as it opens the image.
         if size := _webp_size(content):
             check_pixels(*size)
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             check_pixels(image.height, image.width)
-            # libtiff decodes whole tiles, so the size of a tile is limited as well.
+            # libtiff decodes whole tiles, so a tile must not be too large either.
             tags: Any = getattr(image, "tag_v2", {})
             check_pixels(*(tags.get(tag, 0) for tag in (_TILE_LENGTH, _TILE_WIDTH)))
             yield image
@@ -215,10 +216,10 @@ def _open_image(content: bytes) -> Iterator[Any]:
 
 
 def _webp_size(content: bytes) -> tuple[int, int] | None:
-    """Return (height, width) from the header of a WebP image, or None for other bytes.
+    """Return (height, width) from the header of a WebP image, or None for other formats.
 
-    The first chunk is an extended, lossless or lossy header:
-    https://developers.google.com/speed/webp/docs/riff_container.
+    The size is in the first chunk, which is an extended, lossless or lossy header
+    (https://developers.google.com/speed/webp/docs/riff_container).
     """
     if content[:4] != b"RIFF" or content[8:12] != b"WEBP" or len(content) < 30:
         return None

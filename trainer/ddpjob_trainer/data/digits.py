@@ -43,7 +43,7 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
 def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Return images (1797, 1, 8, 8) uint8 with values 0..16, and labels (1797,) int64.
 
-    The data is read from scikit-learn's file without importing scikit-learn, which would take a
+    This function reads scikit-learn's file without importing scikit-learn. The import would take a
     second in every process.
     """
     spec = importlib.util.find_spec("sklearn")

@@ -1,6 +1,6 @@
 """ImageNet's layout: train/ and val/, each with one folder of images per class.
 
-The order is the same as in torchvision's ImageFolder, which is not imported.
+Images are in the same order as in torchvision's ImageFolder, but torchvision is not imported.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _REMEDY = "put train/CLASS/ and val/CLASS/ folders of images there"
 class Folder:
     """The images of a training or test set, ordered by the names of their class folders.
 
-    Creating a `Folder` raises DataError if there are no class folders, or if one has no images.
+    Creating a `Folder` raises DataError if there are no class folders, or if a class folder has no
+    images.
     """
 
     def __init__(self, root: Path, kept_in: Path | None = None) -> None:
-        """List the images below `root`. `listing` explains `kept_in`."""
+        """List the images below `root`. For `kept_in`, see `listing`."""
         if not root.is_dir():
             raise DataError(f"data folder {root} does not exist (data.dir): {_REMEDY}")
         found = listing(root, kept_in)
@@ -50,19 +51,19 @@ class Folder:
         return os.fsdecode(self._paths[number])
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return the paths of all images below the root, padded to the same length."""
+        """Return the paths of all images, relative to the root and padded to the same length."""
         return self._paths.view(np.uint8).reshape(len(self._paths), -1)[:, len(self._root) + 1 :]
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """Return the content of images, or an OSError in place of an image that cannot be read."""
+        """Return each image's content, or an OSError for an image that cannot be read."""
         return [_content(self.name(number)) for number in numbers]
 
 
 def _content(path: str) -> bytes | OSError:
     """Return the content of an image, or the error that prevents reading it.
 
-    Pipes and oversized files are refused, because opening a pipe would wait for a writer, and a
-    sparse file may claim terabytes.
+    Only regular files of limited size are read. Opening a pipe would wait for a writer, and a
+    sparse file can claim to have terabytes.
     """
     try:
         found = Path(path).stat()

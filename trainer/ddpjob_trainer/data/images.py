@@ -31,13 +31,13 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 _DRAWS = 41
 _MOST_EARLY_SIZES = 3
-"""Maximum number of sizes in data.early_sizes. With data.image_size, there are then up to 4 image
-sizes. For each of these, ranks may have micro-batches of two sizes, which makes 8 shapes.
-torch.compile gives up after 8 shapes.
+"""Maximum number of sizes in data.early_sizes. Together with data.image_size, this allows 4 image
+sizes. Ranks may have micro-batches of two different sizes, which makes 8 shapes, and torch.compile
+gives up after 8 shapes.
 """
-# These errors are the fault of the machine, not of an image. EIO is not included, because a single
-# bad sector may cause it. An image that causes EIO counts as corrupt. If the whole mount is
-# failing, data.corrupt_limit ends the training.
+# Errors that are the machine's fault, not an image's. EIO is not among them, because a single bad
+# sector may cause it. An image that causes EIO counts as corrupt. If a whole mount fails,
+# data.corrupt_limit ends the training.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
@@ -47,13 +47,13 @@ class Encoded(Protocol):
     labels: npt.NDArray[np.int64]
 
     def name(self, number: int) -> str:
-        """Return text that helps the user find the image."""
+        """Return a name by which the user can find the image."""
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """Return the images' bytes, or an OSError in place of each image that cannot be read."""
+        """Return each image's bytes, or an OSError for an image that cannot be read."""
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return bytes that identify the image behind each number.
+        """Return bytes that identify which image has which number.
 
         The bytes do not depend on where the files are.
         """
@@ -62,9 +62,9 @@ class Encoded(Protocol):
 class ImageData(DataSet):
     """A data set of encoded images, which are decoded on demand.
 
-    Training images get a random resized crop, a flip and, if configured, RandAugment. Test images
-    are cropped to their center. If an image cannot be decoded, a copy of another image in its batch
-    takes its place. The copy has the label UNREADABLE, and therefore weight zero.
+    Training images get a random resized crop, a random flip and, if configured, RandAugment. Test
+    images are cropped to their center. An image that cannot be decoded is replaced with a copy of
+    another image in its batch. The copy has the label UNREADABLE and therefore weight zero.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class ImageData(DataSet):
         self._side = partial(_side, _sizes(config))
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
-        # Pixels are copied to a GPU on a separate stream. On the training stream, the copy would
-        # wait for earlier steps. The separate stream has not been tested on GPUs.
+        # Pixels are copied to a GPU on a separate stream, because a copy on the training stream
+        # would wait for earlier steps. The separate stream has not been tested on GPUs.
         self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.normalize: Normalize = Normalize(255.0, IMAGENET_MEAN, IMAGENET_STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
@@ -103,15 +103,15 @@ class ImageData(DataSet):
         self._dali = self._open_dali() if config.decoder is Decoder.DALI and config.augment else None
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield an augmented training batch for each pair of an epoch and sample numbers."""
-        # The pool refers to the requests. The requests must not refer to this object, because they
-        # would form the reference cycle that `Pool` describes.
+        """Yield an augmented training batch for each (epoch, numbers) pair in `parts`."""
+        # The requests must not refer to `self`. The pool refers to the requests, so this would form
+        # the reference cycle that `Pool` describes.
         augment, side = self._config.augment, self._side
         requests = (Request(False, epoch if augment else None, part, side(epoch)) for epoch, part in parts)
         return self._load(self._train, requests, self._pool.run if self._dali is None else self._dali.run)
 
     def shape_in(self, epoch: int) -> tuple[int, int, int]:
-        """Return the shape of training images in an epoch, which depends on data.early_sizes."""
+        """Return the shape of an epoch's training images, which depends on data.early_sizes."""
         side = self._side(epoch)
         return 3, side, side
 
@@ -144,7 +144,7 @@ class ImageData(DataSet):
         samples = _samples(source, numbers)
         labels = torch.from_numpy(source.labels[samples])
         done, bad = 0, list[int]()
-        # Chunks from DALI are already on the GPU, and ready for the stream that trains.
+        # Chunks from DALI are already on the GPU, and safe to use on the training stream.
         apart = self._copies if all(chunk.pixels.device.type == "cpu" for chunk in chunks) else None
         with torch.cuda.stream(apart) if apart else nullcontext():
             pixels = torch.empty(len(numbers), 3, side, side, dtype=torch.uint8, device=self._device)
@@ -157,8 +157,8 @@ class ImageData(DataSet):
         if apart:
             trains = torch.cuda.current_stream(self._device)
             trains.wait_stream(apart)
-            # Without `record_stream`, the memory of the pixels could be reused while the training
-            # stream still reads the pixels.
+            # Without `record_stream`, the memory could be reused while the training stream still
+            # reads the pixels.
             pixels.record_stream(trains)
         if bad:
             whole = next((index for index in range(len(numbers)) if index not in bad), None)
@@ -222,11 +222,9 @@ class ImageData(DataSet):
 
 
 def _sizes(config: DataConfig) -> list[tuple[int, float]]:
-    """Return (side, end) for each size in data.early_sizes and for data.image_size, in order.
+    """Return (side, end) for each size in data.early_sizes and, finally, for data.image_size.
 
-    Raises ConfigError.
-
-    Images have this side until `end` epochs are complete.
+    Images have the side `side` until `end` epochs are complete. Raises ConfigError.
     """
     text = f"data.early_sizes={','.join(config.early_sizes)}"
     pairs = [re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", size) for size in config.early_sizes]
@@ -250,13 +248,13 @@ def _side(sizes: list[tuple[int, float]], epoch: int) -> int:
 
 
 def _samples(source: Encoded, numbers: list[int]) -> list[int]:
-    """Return the samples that these numbers of versions stand for (data.repeats)."""
+    """Return the samples to which these versions belong (data.repeats)."""
     size = len(source.labels)
     return [number % size for number in numbers]
 
 
 def _refuse_machine(error: OSError, name: str) -> None:
-    """Raise DataError if the machine, and not the image, is the cause of `error`.
+    """Raise DataError if `error` is the machine's fault, not the image's.
 
     If images were skipped because of such an error, training would use different data.
     """

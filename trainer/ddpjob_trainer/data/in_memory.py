@@ -12,20 +12,21 @@ import torch
 from ddpjob_trainer.data.dataset import Batch, DataSet, Normalize, fingerprint
 
 _LOOKED_AT = 1024
-"""Number of images in each set whose pixels are part of the fingerprint. All labels are part of it
-too.
+"""The fingerprint covers the pixels of about this many images in each set. It also covers all
+labels.
 """
 
 Augment = Callable[[torch.Tensor, int], torch.Tensor]
-"""A function that is given numbers of samples or their versions, (n,) int64 in main memory, and the
-epoch. It returns a new tensor of augmented images (n, channels, height, width), uint8 or float32,
-with values from 0 to 255.
+"""A function that augments images. Its arguments are the numbers of samples or versions, (n,) int64
+in main memory, and the epoch. Its result is a new tensor of images, (n, channels, height, width)
+uint8 or float32, with values from 0 to 255.
 """
 
 
 class MemoryData(DataSet):
-    """A data set that keeps its images, (n, channels, height, width) uint8, and labels on one
-    device.
+    """A data set that keeps its images and labels on one device.
+
+    The images are (n, channels, height, width) uint8.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class MemoryData(DataSet):
         self.train_size, self.test_size = len(train[1]), len(test[1])
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield an augmented training batch for each pair of an epoch and sample numbers."""
+        """Yield an augmented training batch for each (epoch, numbers) pair in `parts`."""
         images, labels = self._train
         for epoch, part in parts:
             numbers = torch.tensor(part, dtype=torch.int64)

@@ -2,9 +2,9 @@
 the list.
 
 Listing ImageNet's 1.3 million names takes seconds on an idle disk and minutes on a network file
-system. Without the list, every rank would need that time at every start. Adding, removing or
-renaming a file changes its folder's times, so one stat per folder is enough if all times are
-unchanged.
+system. Without a stored list, every rank would spend that time at every start. Adding, removing or
+renaming a file changes the times of its folder. To validate the list, one stat per folder is
+therefore enough.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from ddpjob_trainer.atomic_files import replacing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _ENCRYPTED = 1
-"""Flag bit of an encrypted member of a zip file. zipfile would ask for its password."""
+"""Flag bit of an encrypted member of a zip file, which zipfile cannot read without a password."""
 _MOST_ARRAYS = 16
 _SETTLED_NS = 2_000_000_000
-"""A listing is kept only if the newest change to a folder was at least this many nanoseconds ago. A
-folder that has just changed may change again without getting a new modification time.
+"""A listing is kept only if the latest change to a folder is at least this many nanoseconds old. If
+a folder changes again immediately after a change, its modification time may stay the same.
 """
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The folders below a root and the images in them, sorted by class and then by path.
+    """The images below a root and their folders, sorted by class and then by path.
 
-    The first of `folders` is the root itself. `changed` has the modification time and the change
-    time of each folder in ns, (n, 2). Both are needed, because tar resets modification times.
-    `owner` is the class of each folder, or -1 for the root. `names` are the file names of all
-    images, and `counts` is the number of images in each folder.
+    The root itself is the first of `folders`. `changed` has each folder's modification time and
+    change time in ns, (n, 2). Both are needed, because tar resets modification times. `owner` has
+    each folder's class, or -1 for the root. `counts` has the number of images in each folder, and
+    `names` has the file names of all images.
     """
 
     folders: npt.NDArray[np.bytes_]
@@ -52,10 +52,10 @@ class Listing:
     names: npt.NDArray[np.bytes_]
 
     def paths(self, root: Path) -> npt.NDArray[np.bytes_]:
-        """Return the paths of all images.
+        """Return the paths of all images, as an array.
 
-        The paths are in one array. With a list, each worker would copy the list's memory when the
-        worker updates reference counts.
+        With a list, each worker would copy the list's memory as soon as it updates reference
+        counts.
         """
         prefixes = [os.fsencode(root / os.fsdecode(folder)) + b"/" for folder in self.folders.tolist()]
         return np.char.add(np.repeat(np.array(prefixes), self.counts), self.names)
@@ -66,7 +66,7 @@ class Listing:
 
 
 def user_cache() -> Path:
-    """Return the user's cache folder, for data that is prepared only once per node.
+    """Return the user's cache folder, which holds data that is prepared only once per node.
 
     Raises RuntimeError if the user has no home folder.
     """
@@ -76,9 +76,9 @@ def user_cache() -> Path:
 def listing(root: Path, kept_in: Path | None) -> Listing:
     """Return the images below `root`. Raises OSError.
 
-    If no folder has changed since an earlier start, that start's listing is used. Listings are kept
-    in the folder `kept_in`; None means the user's cache. If the folder is not writable, each start
-    lists the images again.
+    If no folder has changed since an earlier start, the listing from that start is used. Listings
+    are kept in the folder `kept_in`, or in the user's cache if `kept_in` is None. If listings
+    cannot be written there, each start lists the images again.
     """
     try:
         kept_in = kept_in or user_cache()
@@ -91,7 +91,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         if (kept := _read_kept(path, root)) is not None:
             return kept
         try:
-            # The ranks of a node start at the same time. The lock lets one of them create the
+            # The ranks of a node start at the same time. The lock lets only one of them create the
             # listing.
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
@@ -101,8 +101,8 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         began = time.time_ns()
         found = _walk(root)
         settled = found.changed[:, 0].max() < began - _SETTLED_NS
-        # If the times of all folders are equal, the file system may not record times at all. In
-        # that case, the listing is not kept.
+        # Equal times on all folders may mean that the file system does not record times. Do not
+        # keep the listing in that case.
         if settled and (found.changed != found.changed[0]).any():
             _keep(path, found)
         return found
@@ -111,8 +111,8 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
 def _walk(root: Path) -> Listing:
     """List the folders below `root` and the images in them.
 
-    The times of a folder are read before its content. If the folder changes in between, the next
-    start finds newer times, and does not use this listing.
+    Each folder's times are read before its content. If a folder changes in between, the next start
+    finds newer times and does not use this listing.
     """
     rows: list[tuple[int, str, tuple[int, int], list[bytes]]] = [(-1, "", _times_of(root), [])]
     classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
@@ -154,10 +154,9 @@ def _times_of(path: Path) -> tuple[int, int]:
 
 
 def _read_kept(path: Path, root: Path) -> Listing | None:
-    """Return the kept listing, or None if it cannot be used.
+    """Return the kept listing, or None if it is missing, unreadable or stale.
 
-    A listing cannot be used if it is missing or unreadable, or if a folder has changed since the
-    listing was made.
+    It is stale if a folder has changed since it was made.
     """
     try:
         with path.open("rb") as file:
@@ -169,12 +168,12 @@ def _read_kept(path: Path, root: Path) -> Listing | None:
 
 
 def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays in a numpy.savez file by name, if they have integers or strings.
+    """Return the arrays in a numpy.savez file by name. They must contain integers or strings.
 
-    numpy.load is not safe for files that may be damaged or malicious. It would unpack compressed
-    data to a thousand times the file's size. It would also allocate the size that an array's header
-    claims before it looks for the content. Raises ValueError, KeyError, EOFError,
-    NotImplementedError, zipfile.BadZipFile.
+    numpy.load is not safe for damaged or malicious files. It would unpack compressed data to a
+    thousand times the size of the file. Before reading an array's content, it would also allocate
+    whatever size the header claims. Raises ValueError, KeyError, EOFError, NotImplementedError,
+    zipfile.BadZipFile.
     """
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
@@ -185,7 +184,7 @@ def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _array(content: bytes) -> npt.NDArray[Any]:
-    """Return the array in `content`, which is in version 1.0 or 2.0 of numpy's format.
+    """Parse an array in version 1.0 or 2.0 of numpy's format.
 
     Raises ValueError.
     """

@@ -1,9 +1,9 @@
 """Mixup and CutMix, which mix images of a micro-batch in pairs, together with their labels.
 
-The micro-batch's key determines lambda, the rectangle and the choice between the two methods. An
-image's position in the micro-batch determines its partner. Therefore, the mixed images are the same
-on any number of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the
-previous image, and the first image's partner is the last.
+The micro-batch's key determines the mixing ratio, the rectangle and the choice between the two
+methods. An image's position in the micro-batch determines its partner. Therefore, the mixed images
+are the same on any number of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's
+partner is the previous image, and the first image's partner is the last.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def is_wanted(config: DataConfig) -> bool:
 def samples_for(config: DataConfig, micro: Micro) -> list[int]:
     """Return the samples whose images are needed for a micro-batch.
 
-    If images are mixed, and ranks share micro-batches, a part needs one more sample in addition to
-    its own. The additional sample is the partner of the part's first sample. In the result, the
-    partner comes immediately before the first sample.
+    If images are mixed and ranks share micro-batches, each part also needs the partner of its first
+    sample. In the result, this partner comes immediately before the first sample.
     """
     if not is_wanted(config) or not micro.parts:
         return micro.samples
@@ -46,8 +45,8 @@ def samples_for(config: DataConfig, micro: Micro) -> list[int]:
 def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> Batch:
     """Return a micro-batch with mixed images and labels.
 
-    `batch` has the images of the samples that `samples_for` returns. If the micro-batch consists of
-    parts, each part is mixed as it would be in its whole micro-batch.
+    `batch` contains the samples that `samples_for` returns. If the micro-batch consists of parts,
+    each part is mixed as it would be in its whole micro-batch.
     """
     if not is_wanted(config) or not micro.parts:
         return mix(config, batch, micro.key, classes)
@@ -62,10 +61,10 @@ def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> B
 
 
 def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
-    """Return the batch with mixed images and labels. If mixing is off, return it unchanged.
+    """Mix the batch's images and labels. If mixing is off, return the batch unchanged.
 
     The new labels are shares of classes, (n, classes). An unreadable image is not mixed, and its
-    shares are 0. The image that would be mixed with the unreadable one stays unmixed too.
+    shares are 0. An image with an unreadable partner is not mixed either.
     """
     if not is_wanted(config) or not len(batch.labels):
         return batch
@@ -93,8 +92,8 @@ def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
 def _rectangle(generator: np.random.Generator, area: float, height: int, width: int) -> tuple[int, int, int, int]:
     """Return (top, bottom, left, right) of a random rectangle in an image.
 
-    Its area is about the fraction `area` of the image. The rectangle's center can be anywhere in
-    the image. The part outside the image is cut off.
+    The rectangle's area is about the fraction `area` of the image. The rectangle's center can be
+    anywhere in the image, and any part outside the image is cut off.
     """
     row, column = int(generator.integers(height)), int(generator.integers(width))
     half = 0.5 * area**0.5

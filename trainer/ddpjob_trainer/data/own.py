@@ -28,8 +28,8 @@ from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.own_functions import load_function
 
 _LOOKED_AT = 32
-"""Number of samples in each set that a Dataset's fingerprint covers. The fingerprint of tensors
-covers a thousand samples and all targets.
+"""The fingerprint of a Dataset covers about this many samples of each set. The fingerprint of
+tensors covers about a thousand inputs and all targets.
 """
 _TENSORS_LOOKED_AT = 1024
 _TEST = 0x74657374
@@ -49,15 +49,15 @@ class Samples(NamedTuple):
 class OwnData(DataSet):
     """The data set returned by the user's function: (train, test) or (train, test, classes).
 
-    A pair of tensors (or numpy arrays) is kept on the device; a Dataset is read by `data.workers`
-    processes. uint8 images are copied to the device as uint8, because float images would take four
-    times as many bytes.
+    A set may be a pair of tensors or numpy arrays, which are kept on the device. It may also be a
+    Dataset, which `data.workers` processes read. uint8 images are copied to the device as uint8,
+    because float images would take four times as many bytes.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
         """Call the user's function, and check the sets that it returns.
 
-        Raises ConfigError or DataError. The message shows the returned value and the remedy.
+        Raises a ConfigError or DataError that shows the returned value and the remedy.
         """
         if config.randaugment_ops or config.trivialaugment:
             key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
@@ -102,10 +102,10 @@ class OwnData(DataSet):
         return found[0], found[1], found[2] if len(found) == 3 else None
 
     def _checked_set(self, name: str, found: Any) -> Any:
-        """Return a set that the function returned, in the form of a Dataset.
+        """Check a set that the function returned, and return it as a Dataset.
 
-        A pair of tensors becomes a TensorDataset, in which values are float32 or int64, and images
-        may be uint8. Raises ConfigError, DataError.
+        A pair of tensors becomes a TensorDataset with float32 or int64 values. Images may remain
+        uint8. Raises ConfigError, DataError.
         """
         if type(found) is TensorDataset and len(found.tensors) == 2:
             found = found.tensors
@@ -133,7 +133,7 @@ class OwnData(DataSet):
         return Targets.CLASSES if target.ndim == 0 else Targets.NUMBERS
 
     def _outputs(self, names: Any) -> tuple[int, list[str] | None]:
-        """Return (the number of scores that a model must output, the class names)."""
+        """Return the number of scores that a model must output, and the class names."""
         if self.targets is Targets.VALUES:
             if names is not None:
                 raise ConfigError(
@@ -192,8 +192,8 @@ class OwnData(DataSet):
     def _convert(self, name: str, what: str, value: Any, *, whole: bool = False) -> torch.Tensor:
         """Convert an input or target to a float32 or int64 tensor.
 
-        `value` belongs to one sample or, with `whole`, to the whole set. uint8 images remain uint8,
-        and get the shape (..., channels, height, width).
+        `value` belongs to a single sample or, if `whole` is set, to the whole set. uint8 images
+        remain uint8, in the shape (..., channels, height, width).
         """
         if isinstance(value, np.ndarray) and any(stride < 0 for stride in value.strides):
             # torch cannot read an array with negative strides, such as a mirrored view.
@@ -219,9 +219,9 @@ class OwnData(DataSet):
     def _run_apart(self, each: Any, look: Callable[[], T]) -> T:
         """Run `look`, which reads a sample of `each`, and return its result.
 
-        If workers will be forked, `look` runs in a separate process. The reason is that a Dataset
-        may open a file when it reads its first sample. If the rank's process opened the file, it
-        would be open in all workers, and the workers would share the position in the file.
+        A Dataset may open a file when it reads its first sample. If the rank's process opened this
+        file, all forked workers would share the position in the file. If workers will be forked,
+        `look` therefore runs in a separate process.
         """
         workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
         # The pool's process ends together with the pool.
@@ -232,8 +232,8 @@ class OwnData(DataSet):
     def _read_one(self, name: str, number: int, epoch: int) -> Pair:
         """Return one sample, converted to tensors.
 
-        The numbers that the user's code draws for it depend only on the seed, the sample's number
-        and, in training, the epoch.
+        The user's code may draw random numbers for the sample. They depend only on the seed, the
+        sample's number and, in training, the epoch.
         """
         each = self._sets[_SETS.index(name)]
         with seed_draws(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
@@ -270,7 +270,7 @@ class OwnData(DataSet):
     # ------------------------------------------------------------ batches
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield an augmented training batch for each pair of an epoch and sample numbers."""
+        """Yield an augmented training batch for each (epoch, numbers) pair in `parts`."""
         return self._batches(Request(False, epoch, part) for epoch, part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
@@ -329,10 +329,9 @@ class OwnData(DataSet):
     def fingerprint(self) -> int:
         """Return a hash of the sizes, shapes and classes, and of part of the content.
 
-        If a set is a pair of tensors, the hash covers all targets and about a thousand inputs. If a
-        set is a Dataset, the hash covers the result of the Dataset's method `fingerprint`. If the
-        Dataset does not have this method, the hash covers about 32 samples and the attribute
-        `targets`.
+        For a pair of tensors, the hash covers all targets and about a thousand inputs. For a
+        Dataset with a method `fingerprint`, it covers the result of that method. For any other
+        Dataset, it covers about 32 samples and the attribute `targets`.
         """
         parts: list[Any] = [
             repr((self.train_size, self.test_size, self.shape, self.classes, self.class_names)).encode()
@@ -366,10 +365,10 @@ _PARTS = ("input", "target")
 
 
 def _channels_first(pixels: torch.Tensor, first: int) -> torch.Tensor | None:
-    """Return images with their channels at dimension `first`, or None if they are not images.
+    """Return images with their channels at dimension `first`, or None for inputs of other shapes.
 
-    From dimension `first` on, images are (channels, height, width), (height, width, channels) or
-    (height, width), with 1, 3 or 4 channels.
+    From dimension `first` on, images have the shape (channels, height, width), (height, width,
+    channels) or (height, width), with 1, 3 or 4 channels.
     """
     shape = pixels.shape[first:]
     if len(shape) == 2:
@@ -382,11 +381,11 @@ def _channels_first(pixels: torch.Tensor, first: int) -> torch.Tensor | None:
 def _shift_and_flip(
     images: torch.Tensor, draws: torch.Tensor, mirrored: torch.Tensor, config: DataConfig
 ) -> torch.Tensor:
-    """Return images (n, channels, height, width) after shifting them and mirroring some.
+    """Shift all images (n, channels, height, width), and mirror some of them.
 
     `draws` are (n, 3) uniform numbers, of which the first two determine the shift. `mirrored` (n,)
-    selects the images to mirror. The result equals that of `CropAndFlip`, which needs the whole set
-    in memory.
+    selects the images to mirror. `CropAndFlip` would compute the same images, but needs the whole
+    set in memory.
     """
     most, (height, width) = config.shift, images.shape[2:]
     top, left = ((draws[:, axis] * (2 * most + 1)).long()[:, None] for axis in (0, 1))
@@ -399,7 +398,7 @@ def _shift_and_flip(
 
 
 def _whole(value: Any) -> int:
-    """Return the value as an int if it is a whole number, even from numpy or torch; otherwise 0."""
+    """Convert a whole number, even from numpy or torch, to an int. Return 0 for other values."""
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):

@@ -28,8 +28,8 @@ _GROUP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 class Request(NamedTuple):
     """Samples of one set that are read together.
 
-    If `epoch` is None, the samples are not augmented. `side` is the side in pixels that decoded
-    images have; 0 for the user's own data.
+    If `epoch` is None, the samples are not augmented. `side` is the side of decoded images in
+    pixels, or 0 for the user's own data.
     """
 
     test: bool
@@ -41,7 +41,7 @@ class Request(NamedTuple):
 class Chunk(NamedTuple):
     """Decoded pixels (n, 3, size, size) uint8.
 
-    `unreadable` has (index, reason) for each image that could not be read.
+    `unreadable` has a pair (index, reason) for each image that could not be read.
     """
 
     pixels: torch.Tensor
@@ -52,16 +52,18 @@ C = TypeVar("C")
 
 
 class Pool(Generic[C]):
-    """Runs `read` on requests in worker processes, in order and ahead of the consumer.
+    """Calls `read` for each request in worker processes, in order and ahead of the consumer.
 
-    With 0 workers, `read` runs in this process. If `read` is a bound method, the pool holds only a
-    weak reference to its object. With a strong reference, the object and the loader would form a
-    reference cycle. The garbage collector would close the loader's queues before the loader itself,
-    so each worker would miss the request to end, and would be killed 5 s later.
+    If there are 0 workers, `read` runs in this process. If `read` is a bound method, the pool holds
+    only a weak reference to its object. A strong reference would form a cycle of the object and the
+    loader. The garbage collector would then close the loader's queues before the loader itself.
+    Each worker would miss the request to exit, and would be killed after 5 s.
     """
 
     def __init__(self, read: Callable[[Request], C], workers: int, pinned: bool) -> None:
-        """Raise ConfigError if `workers` is negative or would exhaust the machine."""
+        """Prepare the pool. Raises ConfigError if `workers` is negative or would exhaust the
+        machine.
+        """
         if not 0 <= workers <= _MOST_WORKERS:
             raise ConfigError(f"data.workers={workers}: must be from 0 to {_MOST_WORKERS} (per rank)")
         self._read = weakref.WeakMethod(read) if isinstance(read, MethodType) else lambda: read
@@ -124,7 +126,7 @@ def _divide(requests: Iterable[Request], counts: list[int], workers: int) -> Ite
 
 
 class _Waiting(Sampler[Request]):
-    """The requests of the current run, in the form of a sampler for the loader."""
+    """Gives the requests of the current run to the loader, as a sampler."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Request] = iter(())
@@ -149,12 +151,12 @@ class _Reader(Dataset[C]):
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    """Block SIGTERM and SIGINT in the processes that are forked during the `with`.
+    """Block SIGTERM and SIGINT in processes that are forked during the `with` block.
 
-    The signals stay blocked until `_stay_with_the_rank` has run in the new process. The signal mask
-    applies only to this thread, so Ctrl-C can still reach another thread. If KeyboardInterrupt were
-    raised in a fork hook, Python would only print it, and training would continue. Therefore,
-    KeyboardInterrupt is raised only at the end of the `with`.
+    Each new process unblocks the signals at the end of `_stay_with_the_rank`. The signal mask
+    applies only to this thread, so another thread can still receive Ctrl-C. KeyboardInterrupt is
+    therefore delayed until the end of the block. If it were raised in a fork hook, Python would
+    only print it, and training would continue.
     """
     handler, interrupts = signal.getsignal(signal.SIGINT), list[Any]()
     held = handler if callable(handler) and threading.current_thread() is threading.main_thread() else None
@@ -174,20 +176,21 @@ def _without_signals() -> Iterator[None]:
 def _stay_with_the_rank(_: int) -> None:
     """Make sure that only the rank stops this worker.
 
-    torchrun's SIGTERM and Ctrl-C go to the rank's whole process group. If a worker ended because of
-    these signals, the rank would abort before it has saved, so the worker leaves the group. On
-    Linux, the kernel kills the worker once the rank is gone. Elsewhere, the worker checks every few
-    seconds whether the rank still runs.
+    torchrun's SIGTERM and Ctrl-C reach the rank's whole process group. If such a signal ended a
+    worker, the rank would abort before it has saved, so the worker leaves the group. On Linux, the
+    kernel kills the worker once the rank is gone. Elsewhere, the worker checks every few seconds
+    whether the rank still runs.
     """
     os.setpgid(0, 0)
     for signum in signal.sigpending() & _GROUP_SIGNALS:
-        # The signal was meant for the rank, but arrived before this process had a group of its own.
+        # The signal was meant for the rank, but arrived before this worker had left the rank's
+        # group.
         signal.sigwait({signum})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and not fast_exit.end_with(parent.pid, signal.SIGKILL):
-        # The rank ended before the kernel was asked to kill this worker when the rank ends.
+        # The rank ended before this worker could ask to be killed with it.
         os._exit(1)
 
 
@@ -198,7 +201,7 @@ def _identity(chunk: Any) -> Any:
 def _next(chunks: Iterator[C]) -> C | None:
     try:
         return next(chunks, None)
-    # If the error comes from a worker process, its message is at the end of a traceback.
+    # An error from a worker process contains a traceback that ends with the original message.
     except TrainerError as error:
         kind = type(error)
         raise kind(str(error).strip().rsplit(f"{kind.__name__}: ", 1)[-1]) from error

@@ -29,16 +29,16 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def derive(*parts: int) -> int:
     """Return a 63-bit seed derived from several numbers.
 
-    The computation uses Python integers, because a one-element array takes twenty times as long,
-    and every micro-batch needs a seed.
+    Every micro-batch needs a seed, so this function uses Python integers. A one-element array would
+    take twenty times as long.
     """
     return derive_state(*parts) >> 1
 
 
 def derive_state(*parts: int) -> int:
-    """Return the 64-bit state that `derive` reaches after these parts.
+    """Return the 64-bit state of `derive` after these parts.
 
-    More parts can be added to this state.
+    More parts can be added to the state later.
     """
     state = 0
     for part in parts:
@@ -59,8 +59,8 @@ def derive_for_all(seed: int, epoch: int, numbers: npt.NDArray[np.int64], last: 
 def twister_words(seeds: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.uint32]:
     """Return the first `count` words that torch's CPU generator draws for each of n seeds.
 
-    The result is (count, n). The generator is MT19937 (Matsumoto, Nishimura, 1998), seeded with the
-    last 32 bits of a seed.
+    The result is (count, n). The generator is MT19937 (Matsumoto, Nishimura, 1998), and uses only
+    the last 32 bits of a seed.
     """
     one, words = np.uint32(1), []
     state = [seeds.astype(np.uint32)]
@@ -91,10 +91,9 @@ def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int)
 def uniform_for_all(seed: int, epoch: int, count: int, streams: int, device: torch.device) -> torch.Tensor:
     """Return the result of `uniform` for samples 0 to count - 1, computed on the device.
 
-    All bits are identical to those of `uniform`. A device needs only a handful of kernels for the
-    computation. The CPU would need milliseconds, and longer while a thread writes a checkpoint. The
-    computation uses int64, which wraps as uint64 does, because torch cannot shift uint64 on all
-    devices.
+    All bits are identical to those of `uniform`. The device needs only a handful of kernels, but
+    the CPU would need milliseconds, and longer while a thread writes a checkpoint. torch cannot
+    shift uint64 on all devices, so the computation uses int64, which wraps around in the same way.
     """
     golden = _signed(_GOLDEN)
     keys = _mix64_signed((torch.arange(count, device=device) + 1) * golden + derive(seed, epoch))
@@ -114,15 +113,15 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 that has the same bits as an unsigned number of 64 bits."""
+    """Return the signed number that has the same bits as an unsigned 64-bit number."""
     return number - 2**64 if number >> 63 else number
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed the torch generators of the CPU and the device, from which dropout draws.
+    """Seed torch's generators for the CPU and the device. Dropout draws from these generators.
 
-    torch.manual_seed would take 0.1 ms longer at every step, because it records a stack trace for
-    each device if CUDA is not initialized.
+    torch.manual_seed would take 0.1 ms longer at every step. If CUDA is not initialized, it records
+    a stack trace for each device.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -134,10 +133,10 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def seed_draws(key: int) -> Iterator[None]:
-    """Make random numbers that are drawn during the `with` depend only on `key`.
+    """Make the random numbers drawn during the `with` block depend only on `key`.
 
-    The affected generators are the global ones of Python, numpy and torch. After the `with`, the
-    generators continue where they were before.
+    This applies to the global generators of Python, numpy and torch. After the block, these
+    generators continue from their earlier state.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(key)

@@ -1,32 +1,34 @@
 """Decides which samples each step uses, and which rank processes them. The number of ranks may
 change.
 
-Training that loses a node and continues with fewer ranks should compute the same numbers. A step's
-result must therefore not depend on the number of ranks, and ranks must not keep their own counts.
+If training loses a node and continues with fewer ranks, it should compute the same numbers. A
+step's result must therefore not depend on the number of ranks, and ranks must not keep their own
+counts.
 
 - The state is `{epoch, consumed, seed}`. An epoch is one permutation, a function of seed and epoch.
   A step takes the next `batch` samples of the permutation; the last step takes the rest.
-- The samples of a step, its global batch, are divided into `micro_batches` fixed micro-batches,
-  which are virtual ranks. Normalization statistics, dropout and mixing stay within a micro-batch,
-  so they do not depend on the rank that computes it.
-- `Dealing` distributes the micro-batches among the existing ranks in contiguous parts, of which
-  earlier ones may be larger by one item (`share`).
+- The samples of a step are its global batch. They are divided into `micro_batches` fixed
+  micro-batches, which act as virtual ranks. Normalization statistics, dropout and mixing stay
+  within a micro-batch, so it does not matter which rank computes it.
+- `Dealing` gives each rank a contiguous part of the micro-batches. Earlier parts may be larger by
+  one micro-batch (`share`).
 
 Example, with 10 samples, batch=6, micro_batches=3, and the permutation a b c d e f g h i j:
 
     step 1, 2 ranks   micro-batches ab cd ef   rank 0: ab cd   rank 1: ef            consumed=6
     step 2, 3 ranks   micro-batches gh i j     rank 0: gh      rank 1: i   rank 2: j consumed=10
 
-In step 1, rank 1 waits for rank 0 half of the time. If whole micro-batches would give the busiest
-rank more than 110 % of an even share (_WORTH_DIVIDING), and the model permits it
-(`Dividing.EXACT`), ranks share micro-batches. Step 1 then has two passes. In the first, rank 0
-computes ab and rank 1 cd. In the second, rank 0 computes e and rank 1 f, and they exchange the
-statistics of ef (`model/shared_parts.py`).
+In step 1, rank 1 waits for rank 0 half of the time. Ranks share micro-batches if the busiest rank
+would otherwise get more than 110 % of an even share (_WORTH_DIVIDING), and if the model permits it
+(`Dividing.EXACT`). Step 1 then has two passes. In the first, rank 0 computes ab and rank 1 cd. In
+the second, rank 0 computes e and rank 1 f, and they exchange the statistics of ef
+(`model/shared_parts.py`).
 
 With repeated augmentation (`repeats`), the sampler distributes versions of samples. The number
 `sample + repeat * size` stands for version `repeat` of `sample`, and seeds its augmentation.
 
-Why: docs/decisions/0006. `ddpjob_trainer ledger RUN` verifies this from each rank's records.
+docs/decisions/0006 explains why. `ddpjob_trainer ledger RUN` verifies the result from each rank's
+records.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ class Part:
     """One rank's part of a micro-batch that several ranks share.
 
     `number` and `key` belong to the micro-batch, which has `size` samples. The part has `count` of
-    these samples, and begins at the sample with index `start`. `holders` are the ranks that have a
-    part of the micro-batch, including this one. `before` is the sample that precedes this part in
-    the micro-batch; for the first part, it is the micro-batch's last sample. If images are mixed,
-    `before` is the partner of the part's first sample.
+    these samples, beginning at index `start`. `holders` are the ranks that have a part of the
+    micro-batch, including this rank. `before` is the sample before this part in the micro-batch.
+    For the first part, it is the micro-batch's last sample. If images are mixed, `before` is the
+    partner of the part's first sample.
     """
 
     number: int
@@ -78,10 +80,11 @@ class Part:
 class Micro:
     """A micro-batch: samples that go through the model together.
 
-    `key` seeds all random numbers of the micro-batch, so they are the same on every rank. A rank
-    without samples of its own computes samples of other ranks, because it must take part in
-    collectives. `counts` is then False, and the results are ignored. If `parts` is not empty,
-    `samples` contains this rank's parts of several micro-batches, one after another.
+    `key` seeds all random numbers of the micro-batch, so they are the same on every rank. If a rank
+    has no samples of its own, it computes samples of other ranks, because it must take part in
+    collectives. `counts` is then False, and the results are ignored. If ranks share micro-batches,
+    `parts` describes this rank's parts, and `samples` contains the samples of all these parts in
+    order.
     """
 
     number: int
@@ -93,11 +96,11 @@ class Micro:
 
 @dataclass(frozen=True)
 class DataShare:
-    """The share of the samples that a rank takes: number `part` of `parts` equal parts.
+    """A rank's share of the samples: part number `part` of `parts` equal parts.
 
     `counts` indicates whether the rank's losses and results are added up. If several ranks see the
-    same samples (the stages of a pipeline), only one of them counts. Part number `parts` is empty,
-    and belongs to a parameter server.
+    same samples, as the stages of a pipeline do, only one of them counts. Part number `parts` is
+    empty, and belongs to a parameter server.
     """
 
     part: int
@@ -107,9 +110,7 @@ class DataShare:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: its global batch, this rank's micro-batches, and the state after the
-    step.
-    """
+    """One optimizer step: its global batch, this rank's micro-batches, and the state afterwards."""
 
     epoch: int
     samples: list[int]
@@ -118,14 +119,14 @@ class Step:
 
     @property
     def mine(self) -> list[int]:
-        """The samples of the step that this rank takes, possibly none."""
+        """The samples of the step that this rank takes. There may be none."""
         return [sample for micro in self.micros if micro.counts for sample in micro.samples]
 
 
 def permutation(seed: int, epoch: int, size: int) -> list[int]:
     """Return the order in which an epoch takes the samples.
 
-    It depends only on the seed, the epoch, and the number of samples.
+    The order depends only on the seed, the epoch, and the number of samples.
     """
     order: list[int] = _order(seed, epoch, size).tolist()
     return order
@@ -138,8 +139,8 @@ def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
 def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
     """Return the numbers of the versions that an epoch takes, (size,), in order.
 
-    `order` (size,) is the order of the samples. The versions of a sample are adjacent, so only the
-    first size / repeats samples are included.
+    `order` (size,) is the permutation of the samples. All versions of a sample are adjacent, so
+    they come only from the first size / repeats samples (rounded up).
     """
     if repeats == 1:
         return order
@@ -149,7 +150,7 @@ def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
 
 
 def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
-    """Divide the items into `parts` contiguous parts, and return the one with index `part`.
+    """Divide the items into `parts` contiguous parts, and return part number `part`.
 
     The sizes of parts differ by at most one item, and earlier parts are larger. Parts numbered
     `parts` or above are empty.
@@ -159,7 +160,7 @@ def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
 
 
 def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where part `part` begins and ends if `size` items are divided into `parts` parts."""
+    """Divide `size` items into `parts` parts, and return the bounds of part number `part`."""
     if part >= parts:
         return size, size
     each, rest = divmod(size, parts)
@@ -168,7 +169,7 @@ def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def _part_of(item: int, size: int, parts: int) -> int:
-    """Return the number of the part that contains an item if `size` items are divided into parts.
+    """Return which of `parts` contiguous parts of `size` items contains `item`.
 
     There must be at least as many items as parts.
     """
@@ -186,8 +187,8 @@ def steps_per_epoch(size: int, batch: int) -> int:
 
 
 _WORTH_DIVIDING = 1.1
-"""Ranks share micro-batches if, with whole micro-batches, the busiest rank would compute more than
-this many times an even share.
+"""Ranks share micro-batches if the busiest rank would otherwise compute more than this many times
+an even share.
 """
 
 
@@ -195,14 +196,14 @@ class Dividing(enum.Enum):
     """What to do if distributing whole micro-batches would leave ranks idle."""
 
     NO = 0
-    """Distribute whole micro-batches, and leave ranks idle."""
+    """Distribute whole micro-batches anyway, and leave ranks idle."""
     EXACT = 1
     """Let several ranks compute parts of a micro-batch (see `Part`). The micro-batches themselves
     remain the same.
     """
     LOCAL = 2
-    """Give each rank an even share of the samples, and divide the share into as few micro-batches
-    as `Dealing.stretch` allows. Statistics and randomness then depend on the number of ranks.
+    """Give each rank an even share of the samples. Divide this share into as few micro-batches as
+    `Dealing.stretch` allows. Statistics and randomness then depend on the number of ranks.
     """
 
 
@@ -210,20 +211,19 @@ class Dividing(enum.Enum):
 class Dealing:
     """How a global batch is divided into micro-batches, and how these are distributed among ranks.
 
-    With micro_batches > 0, the number of micro-batches is fixed, regardless of the number of ranks.
-    Everything within a micro-batch (normalization statistics, dropout, mixed images) is then the
-    same on any number of ranks. If whole micro-batches cannot be distributed evenly, `dividing`
+    If `micro_batches` is above 0, the number of micro-batches does not depend on the number of
+    ranks. Everything within a micro-batch (normalization statistics, dropout, mixed images) is then
+    the same on any number of ranks. If whole micro-batches cannot be distributed evenly, `dividing`
     determines what happens.
 
-    With micro_batches 0, the global batch is divided into `accumulate` portions. The ranks process
-    one portion after another together, and each rank takes one contiguous share of each portion.
-    This suits models that treat each sample separately, and models whose statistics cover all
-    ranks.
+    If `micro_batches` is 0, the global batch is divided into `accumulate` portions. All ranks work
+    on the same portion at a time, and each rank takes one contiguous share of it. This suits models
+    that treat each sample separately, and models whose statistics cover all ranks.
 
-    With `equal`, all ranks get the same number of micro-batches, and some ranks get micro-batches
-    that do not count. A strategy needs this if its forward pass is a collective. If ranks share
-    micro-batches, a rank's share in one pass is at most `stretch` times as large as a micro-batch,
-    so that activations fit into memory.
+    If `equal` is set, all ranks get the same number of micro-batches, although some of these do not
+    count. A strategy needs this if its forward pass is a collective. If ranks share micro-batches,
+    a rank's share in one pass is at most `stretch` times as large as a micro-batch. This limit
+    ensures that activations fit into memory.
     """
 
     rank: int = 0
@@ -236,7 +236,7 @@ class Dealing:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that would silently leave a rank without samples."""
-        # The rank `world` is valid, because it belongs to a parameter server, which does not take
+        # The rank number `world` is valid. It belongs to a parameter server, which does not take
         # samples.
         if not 0 <= self.rank <= self.world or self.world < 1:
             raise ConfigError(
@@ -249,13 +249,14 @@ class Dealing:
             raise ConfigError(f"Dealing: accumulate={self.accumulate}: must be at least 1")
 
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
-        """Return this rank's micro-batches of a global batch.
+        """Return this rank's micro-batches of a global batch. There is always at least one.
 
-        `samples` is the global batch that follows `state`. The result has at least one micro-batch.
-        If this rank has no samples, that micro-batch does not count.
+        `samples` is the global batch that follows `state`. If this rank has no samples, its
+        micro-batch does not count.
         """
         if not self.micro_batches:
-            # If there are fewer samples than portions, the last portions are empty and left out.
+            # If there are fewer samples than portions, the last portions would be empty, so leave
+            # them out.
             filled = range(min(self.accumulate, len(samples)))
             return [self._deal_portion(k, list(share(samples, k, self.accumulate)), state) for k in filled]
         if passes := self.passes(len(samples)):
@@ -268,10 +269,9 @@ class Dealing:
         return mine + [replace(self._deal_whole(0, samples, state), counts=False)] * (least - len(mine))
 
     def passes(self, samples: int) -> int:
-        """Return the number of passes for a global batch if ranks share micro-batches.
+        """Return the number of passes in which ranks share a global batch of `samples` samples.
 
-        The global batch has `samples` samples. A result of 0 means that ranks take whole
-        micro-batches. The result is the same on all ranks.
+        The result is 0 if ranks take whole micro-batches instead. It is the same on all ranks.
         """
         count = self.micro_batches
         if self.dividing is Dividing.NO or not count:
@@ -284,12 +284,12 @@ class Dealing:
         if self.busiest <= _WORTH_DIVIDING and not saves:
             return 0
         smallest = count // passes * (samples // count)
-        # If a pass had fewer samples than there are ranks, a rank would be idle in it.
+        # A pass with fewer samples than ranks would leave a rank idle.
         return passes if smallest >= self.world else 0
 
     @property
     def busiest(self) -> float:
-        """The busiest rank's work, relative to an even share, if ranks take whole micro-batches."""
+        """The busiest rank's work with whole micro-batches, relative to an even share."""
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
     def _deal_divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
@@ -336,15 +336,15 @@ class ElasticSampler:
     """Distributes each epoch's permutation of `size` samples in global batches of `batch`.
 
     The sampler begins at `state`. The samples of a step depend only on the state, and `dealing`
-    decides which of them this rank takes. A checkpoint of `state_dict()` can therefore be resumed
-    on any number of ranks, and each sample is still taken once per epoch. The last step of an epoch
-    takes the remaining samples.
+    decides which of these samples this rank takes. A checkpoint of `state_dict()` can therefore be
+    resumed on any number of ranks, and each sample is still taken once per epoch. The last step of
+    an epoch takes the remaining samples.
 
-    With repeats > 1, each sample has this number of differently augmented versions, and an epoch
-    takes `size` versions. For example, with size 10 and repeats 3, an epoch takes three versions of
-    each of the first three samples in the permutation, and one version of the fourth. torchvision's
-    RASampler and timm's RepeatAugSampler take the same versions, but drop up to 255 of them per
-    epoch.
+    If `repeats` is above 1, each sample has that many versions with different augmentation, and an
+    epoch takes `size` versions. For example, with size 10 and repeats 3, an epoch takes three
+    versions of each of the first three samples in the permutation, and one version of the fourth.
+    torchvision's RASampler and timm's RepeatAugSampler take the same versions, but drop up to 255
+    of them per epoch.
     """
 
     size: int
@@ -360,14 +360,14 @@ class ElasticSampler:
                 raise ConfigError(f"ElasticSampler: {key}={value}: must be an integer of at least 1")
 
     def rest_of_epoch(self) -> Iterator[Step]:
-        """Yield the remaining steps of the current epoch, each computed on demand.
+        """Yield the remaining steps of the current epoch, computed on demand.
 
-        This does not change the state; `done(step)` does.
+        Only `done(step)` changes the state.
         """
         return self._epoch_from(self.state)
 
     def upcoming(self, epochs: int) -> Iterator[Step]:
-        """Yield the steps until `epochs` epochs are complete, each computed on demand."""
+        """Yield the steps that remain until `epochs` epochs are complete, computed on demand."""
         state = self.state
         while state.epoch < epochs:
             yield from self._epoch_from(state)
@@ -379,9 +379,9 @@ class ElasticSampler:
             taken = order[start : start + self.batch]
             if self.repeats > 1:
                 # A micro-batch consists of consecutive numbers in this order. Move the versions of
-                # a sample apart, so that a micro-batch rarely has two of them. With two versions of
-                # an image, the micro-batch's statistics would come from fewer images, and mixup
-                # would pair versions of the same image.
+                # a sample apart, so that a micro-batch rarely has two of them. Otherwise, its
+                # statistics would come from fewer images, and mixup would pair versions of the same
+                # image.
                 taken = taken[torch.argsort(taken // self.size, stable=True)]
             samples: list[int] = taken.tolist()
             after = replace(before, consumed=start + len(samples))

@@ -1,9 +1,9 @@
 """Ten classes of generated shapes, hard enough to show what each part of a recipe contributes.
 
-The images do not need to be downloaded. Image n depends only on its number, and has identical bits
-on any machine and version of numpy. The computation uses integers, and only floating-point
-operations that IEEE 754 rounds in exactly one way (+ - * / and comparisons, but not sines or sums
-of unspecified order).
+The images do not need to be downloaded. Image n depends only on n, and has identical bits on any
+machine and with any version of numpy. The computation uses only integers and those floating-point
+operations that IEEE 754 rounds in exactly one way (+ - * / and comparisons). It avoids sines, and
+sums in an unspecified order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SIDE = 16
 """Side of an image, in pixels."""
 TEST_SIZE = 2048
 _FINE = 2 * SIDE
-"""Number of points along each side of the grid that shapes are drawn on. A pixel is the mean of
-four points.
+"""Shapes are drawn on a grid with this many points on each side. A pixel is the mean of four
+points.
 """
 _AT_ONCE = 256
 """Number of images drawn together, chosen so that their arrays fit into a CPU's cache."""
@@ -61,9 +61,9 @@ CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
     "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
     "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
 }
-"""The function for each class. The function is given points (u, v) in a plane in which the shape
-lies within [-1, 1] squared, and returns whether each point is inside the shape. The mirror image of
-each shape is a rotated shape of the same class, so flips preserve labels.
+"""Maps each class to a function. The function receives points (u, v), and returns whether each
+point is inside the shape. The shape lies within [-1, 1] squared. A mirrored shape is also a rotated
+shape of the same class, so flips preserve labels.
 """
 
 
@@ -96,9 +96,9 @@ def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
 
 
 def draw(numbers: npt.NDArray[np.int64]) -> tuple[Bytes, npt.NDArray[np.int64]]:
-    """Return the images (n, 3, SIDE, SIDE) uint8 and labels (n,) int64 for the given numbers.
+    """Return the images (n, 3, SIDE, SIDE) uint8 and labels (n,) int64 with the given numbers.
 
-    The numbers of test images begin at 2**40.
+    Numbers of test images begin at 2**40.
     """
     labels = numbers % len(CLASSES)
     parts = [numbers[first : first + _AT_ONCE] for first in range(0, len(numbers), _AT_ONCE)]
@@ -118,7 +118,7 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
         return np.stack([next(draws) for _ in range(3)], axis=1)
 
     def plane(centre_x: Floats, centre_y: Floats, size: Floats) -> tuple[Floats, Floats]:
-        """Return the coordinates of the grid's points in a randomly rotated plane for each image.
+        """Return each grid point's coordinates in a plane that is randomly rotated for each image.
 
         Both coordinates are (n, _FINE, _FINE). The plane's origin is at (`centre_x`, `centre_y`),
         and its unit is `size` pixels.
@@ -145,8 +145,8 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
     for label, shape in enumerate(CLASSES.values()):
         own = numbers % len(CLASSES) == label
         inside[own] = shape(u[own], v[own])
-    # To make the shape visible, its colour differs from the background's by 0.3 to 0.7 in each
-    # channel, with values that wrap around at 1.
+    # Each channel of the shape's colour is 0.3 to 0.7 above that of the background, with values
+    # that wrap around at 1. This makes the shape visible.
     canvas = np.where(inside[:, None], (ground + 0.3 + 0.4 * colour()) % 1.0, canvas)
     u, v = plane(between(0.0, SIDE), between(0.0, SIDE), between(1.0, 1.8))
     canvas = np.where(_box(u, v, 8.0, 0.6)[:, None], colour(), canvas)  # A bar covers part of the shape.
@@ -156,9 +156,9 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
 
 
 def _noise(numbers: npt.NDArray[np.int64]) -> Floats:
-    """Return noise (n, 3, SIDE, SIDE) with a standard deviation of 12 of 255 levels.
+    """Return noise (n, 3, SIDE, SIDE) with a standard deviation of 12 out of 255 levels.
 
-    The noise is the sum of four random bytes, which is approximately normal.
+    The sum of four random bytes gives an approximately normal distribution.
     """
     places = np.arange(3 * SIDE * SIDE, dtype=np.uint64)
     keys = mix64(numbers.astype(np.uint64) + np.uint64(_SEED))

@@ -27,18 +27,17 @@ from ddpjob_trainer.errors import DataError, TrainerError
 FILE = "index.npz"
 _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 MOST_LABEL = 10_000_000
-"""Maximum label, because the highest label determines the size of a model's last layer."""
+"""Maximum label. The highest label determines the size of a model's last layer."""
 _MOST_HEADER, _MOST_DIGITS = 1 << 20, 32
-"""Maximum sizes in bytes. _MOST_HEADER limits an extended header in a tar, which holds a long name.
-_MOST_DIGITS limits a .cls file.
+"""Maximum sizes in bytes: of an extended tar header, which holds a long name, and of a .cls file.
 """
 _EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
 _LOOKED_AT = 4 * tarfile.RECORDSIZE
-"""Number of bytes that are checked after a tar's end-of-archive marker. Tools pad the last record
-of a tar to 10240 bytes with zeros.
+"""Number of bytes to check after a tar's end-of-archive marker. Tools pad the last record of a tar
+to 10240 bytes with zeros, so fewer bytes might all be padding.
 """
 _WEB = ("http://", "https://")
 _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
@@ -46,10 +45,12 @@ _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "
 
 @dataclass(frozen=True)
 class Index:
-    """Image i is `sizes[i]` bytes at `offsets[i]` in `shards[shard[i]]`, with label `labels[i]`.
+    """The place and label of each image in a folder of shards.
 
-    `url` is the folder that contains the shards. The stamp of a shard changes with its content,
-    even if its length stays the same, for example because only labels change; see `stamp_of`.
+    Image i has the label `labels[i]`. Its `sizes[i]` bytes begin at `offsets[i]` in
+    `shards[shard[i]]`. `url` is the folder that contains the shards. A shard's stamp changes with
+    the shard's content, even if the length stays the same, as when only labels change; see
+    `stamp_of`.
     """
 
     url: str
@@ -67,14 +68,14 @@ class Index:
         return "://" not in self.url
 
     def files(self) -> Any:
-        """Return fsspec's file system for the shards. Each process has its own."""
+        """Return fsspec's file system for the shards. Every process gets its own."""
         return file_system(self.url)
 
 
 def file_system(url: str) -> Any:
     """Return fsspec's file system for a path or URL.
 
-    Raises DataError if that is not possible. The message says what to install or what to write.
+    Raises a DataError that explains what to install or what to write.
     """
     import fsspec
 
@@ -89,9 +90,9 @@ def file_system(url: str) -> Any:
 
 @contextmanager
 def translate_errors(url: str) -> Iterator[None]:
-    """Turn any exception from reading a remote `url` into DataError.
+    """Turn any exception that occurs when reading a remote `url` into a DataError.
 
-    The exception's type depends on the library that fsspec uses for the URL.
+    The type of the original exception depends on the library that fsspec uses for the URL.
     """
     try:
         yield
@@ -109,20 +110,20 @@ def translate_errors(url: str) -> Iterator[None]:
 def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
     """Return the index of the shards at `url`. If there is no valid index, build it.
 
-    If `folder` is given, the index is kept there. If `folder` is not given, the index is kept next
-    to the shards or, if their folder is not writable, in the user's cache. Raises DataError, with
-    `remedy` if the shards are at fault.
+    The index is kept in `folder`. If `folder` is None, it is kept next to the shards or, if their
+    folder is not writable, in the user's cache. Raises DataError, with `remedy` if the shards are
+    at fault.
     """
     beside = f"{url}/{FILE}"
     files = file_system(url)
-    # Few web servers can list folders, so rely on the list of shards in the index.
+    # Few web servers can list folders, so trust the list of shards in the index.
     if url.startswith(_WEB) and files.exists(beside):
         return _load(files.open(beside, "rb"), url)
     found = _listing(url, remedy)
     if files.exists(beside) and _is_of(index := _load(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
     path = _cache_path(url, folder)
-    # The ranks of a node start at the same time. The lock lets one of them build the index.
+    # The ranks of a node start at the same time. The lock lets only one of them build the index.
     with ExitStack() as held:
         with _keeping(path):
             held.enter_context(alone(path.with_name(f".{path.name}.lock")))
@@ -136,7 +137,7 @@ def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
 
 @contextmanager
 def _keeping(path: Path) -> Iterator[None]:
-    """Replace OSError with a DataError saying that the index cannot be written to `path`."""
+    """Replace an OSError with a DataError, because the index cannot be written to `path`."""
     try:
         yield
     except OSError as error:
@@ -165,10 +166,9 @@ def save(index: Index, path: Path) -> None:
 def stamp_of(entry: Mapping[str, Any]) -> str:
     """Return a stamp that changes with a file's content.
 
-    The stamp is a checksum if the file system reports one. If it does not, the stamp is the time of
-    the last change. The stamp begins with its kind, because only stamps of the same kind can be
-    compared. The stamp is empty if the file system reports neither. `entry` is what fsspec reports
-    about the file.
+    `entry` is fsspec's information about the file. The stamp is a checksum or, if the file system
+    does not report one, the time of the last change. If the file system reports neither, the stamp
+    is empty. A stamp begins with its kind, because only stamps of the same kind can be compared.
     """
     kinds = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated")
     return next((f"{kind.lower()} {entry[kind]}" for kind in kinds if entry.get(kind)), "")
@@ -239,8 +239,8 @@ def _check(index: Index) -> None:
 def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
     """Return whether the index was built from the shards that were found.
 
-    With `copied`, the index may have been built elsewhere and copied to object storage together
-    with the shards. In that case, a stamp of a different kind is not compared.
+    If `copied` is set, the index may have been built elsewhere and copied to object storage
+    together with the shards. Stamps of different kinds are then not compared.
     """
     names = [[name.rsplit("/", 1)[-1] for name in each.shards] for each in (index, found)]
     if names[0] != names[1] or not np.array_equal(index.lengths, found.lengths):
@@ -250,8 +250,10 @@ def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
 
 
 def _cache_path(url: str, folder: Path | None) -> Path:
-    """Return where to cache an index: in `folder` if it is given; otherwise next to the shards if
-    their folder is writable, or in the user's cache.
+    """Return the path at which to keep an index.
+
+    The path is in `folder`. If `folder` is None, it is next to the shards or, if their folder is
+    not writable, in the user's cache. Raises DataError.
     """
     if folder is None and "://" not in url and os.access(url, os.W_OK):
         return Path(url) / FILE
@@ -301,7 +303,7 @@ class _Member(tarfile.TarInfo):
 
 
 def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, int, int]]:
-    """Return (offset, size, label) of each image in a tar, in the order of the tar.
+    """Return (offset, size, label) for each image in a tar, in the tar's order.
 
     Raises DataError.
     """

@@ -1,8 +1,8 @@
 """Tar shards (WebDataset's layout: KEY.jpg and KEY.cls), read by byte range.
 
 Shards may be on a file system or in object storage. An index of (shard, offset, size, label) is
-built once, so that sampling remains an exact permutation of all images.
-https://github.com/webdataset/webdataset describes the layout.
+built once. Any image can then be read directly, so sampling remains an exact permutation of all
+images. https://github.com/webdataset/webdataset describes the layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ddpjob_trainer.errors import DataError
 CLASSES = "classes.txt"
 _REMEDY = "`python -m ddpjob_trainer shards FOLDER OUT` makes OUT/train and OUT/val from folders of images"
 _MOST_NAMES = 64 << 20
-"""Maximum size of classes.txt in bytes, for a million names of 64 bytes."""
+"""Maximum size of classes.txt in bytes, which is enough for a million names of 64 bytes."""
 _TRIES, _PAUSE = 3, 0.2
 
 
@@ -42,20 +42,19 @@ class ShardedImages:
         self._owner = 0
 
     def name(self, number: int) -> str:
-        """Return text that says which shard an image is in, and at what offset."""
+        """Return an image's shard and offset, as text for messages."""
         return f"at byte {self._index.offsets[number]} of {self._index.shards[self._index.shard[number]]}"
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return bytes that identify the shards by name, and the place of each image in them."""
+        """Return bytes that identify the names of the shards and each image's place in them."""
         names = "\n".join(shard.rsplit("/", 1)[-1] for shard in self._index.shards).encode()
         columns = (self._index.lengths, self._index.shard, self._index.offsets, self._index.sizes)
         return np.frombuffer(b"".join([names, *(column.tobytes() for column in columns)]), dtype=np.uint8)
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """Return the images' bytes, or an OSError in place of each image that cannot be read.
+        """Return each image's bytes, or an OSError for an image that cannot be read.
 
-        Raises DataError if remote storage does not respond. In that case, the images are not at
-        fault.
+        Raises DataError if remote storage does not respond, because that is not an image's fault.
         """
         if self._index.is_local:
             return [self._local(number) for number in numbers]
@@ -82,10 +81,10 @@ class ShardedImages:
 
 
 def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) -> Iterator[bytes]:
-    """Yield the bytes from `starts` to `ends` of the files `paths`.
+    """Yield the bytes of each file in `paths`, from its entry in `starts` to its entry in `ends`.
 
-    The files are read concurrently if the file system supports that. If an attempt fails, the bytes
-    are fetched again. Raises DataError if the last attempt fails too.
+    The files are read concurrently if the file system supports that. A failed read is repeated.
+    Raises DataError if the last attempt fails too.
     """
     found: list[Any] = files.cat_ranges(paths, starts, ends, on_error="return")
     for content, path, start, end in zip(found, paths, starts, ends, strict=True):
@@ -154,8 +153,8 @@ def _class_names(root: str, train: Index) -> list[str] | None:
 def class_names(content: bytes, where: str) -> list[str]:
     """Return the class names in the content of classes.txt.
 
-    Editors may add newlines at the end. Such newlines are ignored, because each of them would count
-    as one more class. Raises DataError for an empty line between two names.
+    Newlines at the end are ignored. Editors may add them, and each would otherwise count as one
+    more class. Raises DataError for an empty line between two names.
     """
     text = os.fsdecode(content.removeprefix(codecs.BOM_UTF8)).rstrip("\r\n")
     # splitlines is not used, because it would also split names at characters such as form feeds.

@@ -43,7 +43,7 @@ class SyntheticData(DataSet):
         self._noise = torch.randn(_NOISE_IMAGES, *self.shape, generator=generator).to(device)
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield a training batch for each pair of an epoch and sample numbers.
+        """Yield a training batch for each (epoch, numbers) pair in `parts`.
 
         The images are the same in every epoch.
         """

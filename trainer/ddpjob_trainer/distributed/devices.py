@@ -33,10 +33,10 @@ class RankPlacement:
 def choose(backend: str, local_rank: int) -> RankPlacement:
     """Return the device of a rank, and the backend for its process group.
 
-    `backend` is auto, nccl, gloo, hccl, xccl or mpi. With auto, the rank uses the machine's
-    accelerator if there is one. An accelerator's group also gets gloo for CPU tensors, because
-    small decisions must not wait for the device's stream. mps does not support collectives, so
-    ranks on a Mac compute on the CPU with gloo. Raises ConfigError, DeviceError.
+    `backend` is auto, nccl, gloo, hccl, xccl or mpi. With auto, the rank uses an accelerator if the
+    machine has one. A group on accelerators also includes gloo for CPU tensors, so that small
+    decisions do not wait for the device's stream. Ranks on a Mac compute on the CPU with gloo,
+    because mps does not support collectives. Raises ConfigError, DeviceError.
     """
     kinds = {name: kind for kind, name in _BACKENDS.items()}
     if backend == "auto":
@@ -76,7 +76,7 @@ def devices_per_rank(config: Config) -> int:
 
 
 def choose_for(config: Config, local_rank: int) -> RankPlacement:
-    """Return the device on which a rank trains, or the first of its devices if it has several."""
+    """Return the placement of a rank, on the first of its devices."""
     return choose(config.train.backend, local_rank * devices_per_rank(config))
 
 
@@ -93,19 +93,19 @@ def _each_rank_sees_its_own(kind: str) -> bool:
 def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
     """Let cuDNN time its algorithms for each convolution size and use the fastest one.
 
-    If runs must be `repeatable` with identical bits, turn this search off, because the next run
-    might choose a different algorithm.
+    `repeatable` turns this search off, because the next run might choose a different algorithm and
+    compute different bits.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeatable
 
 
 def _gpus_of_job() -> str:
-    """Return the GPUs that a job gave to this pod, if this build of torch could use them.
+    """Return the number and resource name of the job's GPUs that torch should see in this pod.
 
-    If there are no such GPUs, the result is empty. If the driver fails, torch does not see any
-    GPUs, even after a restart in the same pod. If this node then trained on the CPU, the ranks on
-    the other nodes, whose GPUs work, would wait for this node in NCCL.
+    The result is empty if the job requests no GPUs, or none that this build of torch can use. If
+    the driver fails, torch does not see the GPUs, even after a restart in the same pod. If this
+    node then trained on the CPU, all other nodes would wait for it in NCCL.
     """
     number, _, resource = JobEnvironment.read().gpus.partition(" ")
     # `ddpjob run` hides all GPUs of a machine that has too few of them.
@@ -133,7 +133,7 @@ def usable_cores() -> float:
 def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the number of cores that the process's control group allows.
 
-    Version 2 of control groups is tried first, then version 1. Without a limit, the result is
+    Version 2 of control groups takes precedence over version 1. Without a limit, the result is
     infinite.
     """
     try:
@@ -149,11 +149,12 @@ def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
 def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -> None:
     """Set the number of threads that torch uses in this rank.
 
-    The number is `threads`. If `threads` is 0, the number is an equal share of the node's usable
-    cores or, if `repeatable` is set, 1. Sums on a CPU depend on the number of threads, but must not
-    depend on the number of ranks. If `threads` is 0 and the user has set OMP_NUM_THREADS, this
-    function does nothing. OMP_NUM_THREADS=1 does not count as set by the user, because torchrun
-    sets this value by itself. Raises ConfigError.
+    If `threads` is above 0, this is the number. If `threads` is 0, the number is this rank's equal
+    share of the node's usable cores. With `repeatable`, 0 means one thread instead, because sums on
+    a CPU depend on the number of threads and must not depend on the number of ranks.
+
+    If `threads` is 0 and the user has set OMP_NUM_THREADS, this function does nothing. It ignores
+    OMP_NUM_THREADS=1, because torchrun sets that value by default. Raises ConfigError.
     """
     if threads < 0:
         raise ConfigError(f"train.threads={threads}: must be at least 0; 0 is an equal share of the cores")
@@ -165,17 +166,19 @@ def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # Parameters of mallopt, from malloc.h.
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""The largest mmap threshold in bytes that glibc chooses by itself. Once the trim threshold is set,
-glibc no longer adjusts the mmap threshold, so this module sets both thresholds."""
+"""The largest mmap threshold, in bytes, that glibc would choose by itself. Setting the trim
+threshold stops glibc from adjusting the mmap threshold, so both thresholds must be set.
+"""
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let this process keep the memory that a step on the CPU frees, for the next step.
+    """Keep the memory that a step on the CPU frees, so that the next step can reuse it.
 
-    By default, glibc returns the memory to the kernel, which then clears every page again in every
-    step: 90,000 page faults and 4% of the CPU time with ResNet-18 at 64 images. The peak memory use
-    stays the same. This function does nothing on other devices, with other C libraries, or if the
-    user has tuned glibc's allocator (mallopt(3)).
+    By default, glibc returns this memory to the kernel, which must clear every page again for the
+    next step. With ResNet-18 and 64 images, this costs 90,000 page faults and 4 % of the CPU time
+    of each step. Keeping the memory does not raise the peak memory use. This function does nothing
+    on other devices, with other C libraries, or if the user has tuned glibc's allocator
+    (mallopt(3)).
     """
     tuned = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

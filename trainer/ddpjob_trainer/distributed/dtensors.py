@@ -19,7 +19,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Convert a whole tensor that is equal on every rank to a DTensor with the layout of `like`."""
+    """Distribute a whole tensor as a DTensor with the layout of `like`.
+
+    The whole tensor must be the same on every rank.
+    """
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

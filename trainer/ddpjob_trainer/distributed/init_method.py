@@ -26,15 +26,14 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError, RendezvousError, first_line
 
 INIT_METHOD = "DDPJOB_TRAINER_INIT"
-"""Environment variable that contains the init method. `--spawn` sets it. Without it, the init
-method is env://."""
+"""Environment variable with the init method, which `--spawn` sets. The default is env://."""
 
 
 @dataclass(frozen=True)
 class Meeting:
     """The meeting place that an init method names: a file, or the address and port of a TCP store.
 
-    With `agents`, a launcher's agent serves the store instead of rank 0.
+    `agents` means that a launcher's agent serves the store instead of rank 0.
     """
 
     file: str = ""
@@ -49,8 +48,8 @@ class Meeting:
 def read_method(method: str) -> Meeting:
     """Return the meeting place that an init method names.
 
-    The method is `env://`, `tcp://HOST:PORT` or `file:///PATH`. For env://, the meeting place comes
-    from the environment. Raises ConfigError, whose message includes the remedy.
+    The method is `env://`, `tcp://HOST:PORT` or `file:///PATH`. For env://, environment variables
+    name the address and port. Raises a ConfigError that includes the remedy.
     """
     url = urlsplit(method)
     if url.scheme == "file" and url.path.startswith("/") and not url.netloc:
@@ -78,9 +77,7 @@ def meeting() -> Meeting:
 
 
 def open_store(group: Group, timeout_seconds: float) -> Any:
-    """Return this incarnation's store (torch.distributed.Store).
-
-    A process opens each store only once.
+    """Return this incarnation's store (torch.distributed.Store), and open it if necessary.
 
     Rank 0 serves the store, unless a launcher's agent does. This function does not wait for other
     ranks. Raises RendezvousError if the store cannot be reached in time or rank 0 cannot listen.
@@ -96,22 +93,24 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
 
 
 _stores: dict[tuple[Meeting, Group, str], Any] = {}
-"""The stores that this process has opened. Preflight and training share a store, because a file or
-port can be opened only once."""
+"""The stores that this process has opened, so that preflight and training share a store. A second
+store could not use the same file or port.
+"""
 
 
 def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float) -> Any:
     timeout = datetime.timedelta(seconds=timeout_seconds)
     serves = group.rank == 0 and not where.agents
     if where.file and not Path(where.file).parent.is_dir():
-        # torch would hold the GIL while it waits five minutes for the folder.
+        # Without this check, torch would wait five minutes for the folder and hold the GIL
+        # meanwhile.
         raise RendezvousError(
             f"rank {group.rank} cannot open {where}: its folder does not exist. {_remedy(where, serves)}"
         )
     try:
         if where.file:
             files = dist.FileStore(where.file, group.world)  # type: ignore[attr-defined]
-            files.set_timeout(timeout)  # This timeout also limits the wait for a missing file.
+            files.set_timeout(timeout)  # This timeout also limits the wait for a file that does not exist.
             return files
         store = dist.TCPStore(  # type: ignore[attr-defined]
             where.address,
@@ -130,21 +129,21 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
         ) from error
     if not where.agents:
         return store
-    # An agent that restarts its workers in place gives the new workers the same store (torch 2.15).
-    # Without a prefix for each incarnation, the workers would find addresses of dead processes in
-    # the store, and gloo would wait for these processes forever. Each agent counts its own
-    # restarts, starting at 0, so these counts can differ. The fence, if there is one, is the same
-    # on all ranks of an incarnation.
+    # If an agent restarts its workers in place, the new workers get the same store (torch 2.15). A
+    # separate prefix for each incarnation hides the addresses of dead processes, for which gloo
+    # would wait forever. The prefix is the fence if there is one, because the fence is the same on
+    # all ranks of an incarnation. Restart counts can differ, because each agent counts its own
+    # restarts, starting at 0.
     prefix = incarnation if JobEnvironment.read().fence else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
 
 
 def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
-    """Return TCPStore's arguments for a store that only this machine can reach.
+    """Return arguments that let only this machine reach a TCPStore.
 
-    Without these arguments, torch would listen on every address, although the store has no
-    authentication. The result is empty unless all ranks are on this machine and meet on its
-    loopback. Raises OSError if the port is in use.
+    By default, torch listens on every address, although the store has no authentication. The result
+    is empty unless all ranks are on this machine and meet on its loopback. Raises OSError if the
+    port is in use.
     """
     if group.world > group.local_world or any(where == known for known, *_ in _stores):
         # Either other nodes must reach the store as well, or this process is already listening.
@@ -162,8 +161,8 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
 def address_towards(host: str) -> str:
     """Return the address at which `host` can reach this machine.
 
-    This is the address that the machine uses on the route to `host`. Nothing is sent. Raises
-    OSError.
+    This machine uses the same address when it connects to `host`. The lookup sends no packets.
+    Raises OSError.
     """
     family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -172,11 +171,11 @@ def address_towards(host: str) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that is free on the address `host`.
+    """Return a free TCP port on the address `host`.
 
-    Rank 0 listens on the port only seconds later. Until then, no other program should take the
-    port. If possible, the port is therefore outside the range that systems use for outgoing
-    connections. Raises OSError.
+    If possible, the port is outside the range that systems use for outgoing connections. Rank 0
+    listens on the port only seconds later, so no other program should take it in the meantime.
+    Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(range(16000, 20000), 100):
@@ -201,11 +200,11 @@ def _remedy(where: Meeting, serves: bool) -> str:
 def join_group(
     group: Group, placement: RankPlacement, timeout_seconds: float, *, one_device: bool = True
 ) -> Iterator[None]:
-    """Join a process group for the duration of a `with`.
+    """Join a process group for the duration of the `with` block.
 
-    With `one_device`, this rank sends only from `placement.device`, so NCCL connects immediately.
-    Without `one_device`, NCCL would connect at the first collective, separately for each group. If
-    an exception leaves the `with`, the group is not destroyed, because peers may be gone.
+    If `one_device` is set, this rank sends only from `placement.device`, so NCCL connects
+    immediately. Otherwise, NCCL connects at the first collective of each group. If the block raises
+    an exception, the group is not destroyed, because peers may be gone.
     """
     if group.world == 1:
         yield

@@ -30,5 +30,5 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface with this address; empty if no interface has it."""
+    """Return the name of the interface with this address, or an empty string if there is none."""
     return next((name for name, addresses in interfaces().items() if address in addresses), "")

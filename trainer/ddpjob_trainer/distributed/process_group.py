@@ -21,9 +21,9 @@ _LAST_TENSORS_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Group:
-    """This rank's position among the ranks, and the collectives of these ranks.
+    """This rank's position in a group of ranks, and the collectives of the group.
 
-    With `world` 1, no process group is needed, and every collective is the identity.
+    If `world` is 1, there is no process group, and collectives do not communicate.
     """
 
     rank: int = 0
@@ -35,7 +35,7 @@ class Group:
 
     @classmethod
     def from_env(cls) -> Group:
-        """Return the group that torchrun's variables describe; without them, a group of one."""
+        """Return the group that torchrun's variables describe, or a group of one without them."""
         numbers = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -43,13 +43,13 @@ class Group:
         return cls(*numbers)
 
     def sum_begin(self, values: torch.Tensor) -> Reduction:
-        """Start an all-reduce (sum, in place) on the tensor's device; `.wait()` returns the sum."""
+        """Start summing a tensor over all ranks in place; `.wait()` returns the sum."""
         return Reduction(
             values, dist.all_reduce(values, group=self.process_group, async_op=True) if self.world > 1 else None
         )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over all ranks (all-reduce), in place."""
+        """Sum a tensor over all ranks, in place."""
         return self.sum_begin(values).wait()
 
     def gather(self, value: int) -> list[int]:
@@ -59,7 +59,7 @@ class Group:
         return [int(number) for number in self.sum(numbers)]
 
     def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that all ranks pass, in rank order, on the tensor's device.
+        """Return the tensors of all ranks, in rank order, on the device of `values`.
 
         All tensors must have the same shape.
         """
@@ -83,10 +83,9 @@ class Group:
         return buffer.numpy().tobytes()
 
     def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
-        """Overwrite `tensors` on every rank with the tensors of rank `source`, on the tensors' own
-        device.
+        """Overwrite `tensors` on every rank with the `tensors` of rank `source`.
 
-        Tensors can have any dtype and memory layout.
+        The transfer uses the tensors' own device. Tensors can have any dtype and memory layout.
         """
         if self.world == 1:
             return
@@ -109,16 +108,16 @@ class Group:
         return work
 
     def receive(self, values: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive a tensor from rank `source` in this group into `values`."""
+        """Fill `values` with a tensor from rank `source` of this group, and return `values`."""
         dist.recv(values, group=self.process_group, group_src=source)
         return values
 
     def swap(self, own: list[tuple[torch.Tensor, range]]) -> list[list[torch.Tensor]]:
-        """Exchange tensors with the ranks that share them.
+        """Exchange each tensor in `own` with the ranks that are listed with it.
 
-        Each item of `own` consists of a tensor and the ranks that share it, including this rank.
-        For each item, the result contains the tensors of all these ranks. Two ranks share at most
-        one item. Only ranks that share an item exchange data, on the tensors' own device.
+        Each item is a pair (tensor, ranks), and `ranks` includes this rank. The result lists the
+        tensors of these ranks for each item. Two ranks may share at most one item. Data moves only
+        between ranks of an item, on the tensors' own device.
         """
         found, transfers = [], []
         for values, ranks in own:
@@ -138,8 +137,8 @@ class Group:
     def subgroup(self, members: list[list[int]], timeout_seconds: float) -> Group:
         """Create disjoint groups, and return the group to which this rank belongs.
 
-        Each item of `members` lists the ranks of one group. In the new group, ranks are numbered
-        from 0. All ranks must call this together.
+        Each item of `members` lists the ranks of one group. New groups number their ranks from 0.
+        All ranks must call this method together.
         """
         timeout, own = datetime.timedelta(seconds=timeout_seconds), Group()
         for ranks in members:
@@ -168,7 +167,10 @@ class Reduction:
 
 
 def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
-    """Run `function()` in a daemon thread, so that this rank can still respond to other ranks."""
+    """Run `function()` in a daemon thread, and return its future.
+
+    Meanwhile, this rank can still respond to other ranks.
+    """
     answer: Future[_T] = Future()
 
     def work() -> None:
@@ -184,10 +186,11 @@ def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
 def done_in_thread(
     group: Group, name: str, function: Callable[[], _T], alive: Callable[[], None] = lambda: None
 ) -> Future[_T]:
-    """Run `function()` in a thread, and return its outcome once all ranks are done.
+    """Run `function()` in a thread, and return its future once all ranks are done.
 
-    The function can take longer than a collective's timeout. Twice a second, the ranks agree on
-    whether any rank is still busy, and each rank calls `alive`. All ranks must call this together.
+    The function may take longer than a collective's timeout. Twice a second, the ranks agree on
+    whether any of them is still busy, and every rank calls `alive`. All ranks must call
+    `done_in_thread` together.
     """
     work, waiting = in_thread(name, function), True
     while waiting:
@@ -197,9 +200,9 @@ def done_in_thread(
 
 
 def wanted_world() -> int:
-    """Return the number of ranks that the job requests, from the environment; 0 if unknown.
+    """Return the number of ranks that the job requests, or 0 if it is unknown.
 
-    The job can start with fewer ranks than this number.
+    The number comes from environment variables. The job may start with fewer ranks.
     """
     job = JobEnvironment.read()
     return int(job.nodes or 0) * int(job.procs_per_node or 0)
@@ -208,8 +211,8 @@ def wanted_world() -> int:
 def destroy() -> None:
     """Destroy the process group, after a short wait.
 
-    gloo's thread may still be waiting for the GIL, to free the tensors of the last collective.
-    Destroying the group holds the GIL while waiting for gloo's thread, so both threads would wait
+    After the last collective, gloo's thread may still need the GIL to free tensors. Destroying the
+    group holds the GIL until gloo's thread ends, so without the wait both threads could block
     forever (seen with torch 2.6 and 2.9).
     """
     time.sleep(_LAST_TENSORS_SECONDS)

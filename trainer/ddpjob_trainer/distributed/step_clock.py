@@ -3,22 +3,23 @@ ranks.
 
 DDP's exchange overlaps with the backward pass and ends within torch's backward call. Timing that
 call would therefore show the slowest rank's time on every rank. At the end of a backward pass, the
-autograd engine runs callbacks in the order in which they were queued. The clock's callback is
-queued when the pass begins, but DDP queues its wait for the exchange when the last gradient is
-ready. The clock's callback therefore runs after a rank's own last gradient, but before DDP's wait.
+autograd engine runs callbacks in the order in which they were queued. The clock queues its callback
+when the pass begins, but DDP queues its wait for the exchange only when the last gradient is ready.
+The clock's callback therefore runs after a rank's own last gradient and before DDP's wait.
 
-All other waiting, even in the middle of a pass, goes through a single method, `Work.wait` of torch.
+All other waiting, even in the middle of a pass, goes through a single method of torch, `Work.wait`.
 The trainer calls this method, as do torch's FSDP, pipelines and blocking collectives. On the CPU,
-`wait` blocks until the other ranks have sent, so the time spent in it counts as exchange in every
-phase.
+`wait` blocks until the other ranks have sent their data. The time spent in `wait` therefore counts
+as exchange in every phase.
 
-On a GPU, marks are events in the GPU's stream. The events are read when the numbers are reported,
-because the host has then waited for the device anyway. The time between two events includes the
-device's work and its waiting for a slow host. `wait` returns immediately, and a stream waits
-instead. In newer versions of torch, a blocking collective itself can run in the stream. So the time
-between events before and after a wait or a blocking collective counts as exchange. If a version of
-torch waits in other functions, the ranks show equal times, and no rank is named. The clock has not
-been tested on several GPUs yet.
+On a GPU, each mark is an event in the GPU's stream. The clock reads the events when the numbers are
+reported, because the host has waited for the device by then. The time between two events includes
+the device's work and its waiting for a slow host. On a GPU, `wait` returns immediately, and a
+stream waits instead. In newer versions of torch, a blocking collective can itself run in the
+stream. The clock therefore places an event before and after each wait and each blocking collective,
+and counts the time between them as exchange. If a version of torch waits in other functions, all
+ranks show equal times, and the report does not name a slow rank. The clock has not been tested on
+several GPUs yet.
 """
 
 from __future__ import annotations
@@ -49,19 +50,21 @@ class StepPhase(enum.StrEnum):
     EXCHANGE = "exchange"
     """Waiting for the other ranks, and sending."""
     COMPUTE = "compute"
-    """Forward and backward passes together, in pipelines. Includes the exchange if the clock cannot
-    distinguish it."""
+    """The forward and backward passes of a pipeline, which the clock does not separate. The
+    exchange is included if the clock cannot distinguish it.
+    """
     UPDATE = "update"
     OTHER = "other"
     """Time between steps: reports and copies for a checkpoint."""
 
 
 OWN = (StepPhase.DATA, StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.COMPUTE)
-"""Phases that other ranks cannot delay, provided that the clock can distinguish the exchange."""
+"""Phases that other ranks cannot delay. This holds only if the clock can distinguish the exchange.
+"""
 
 
 class StepClock:
-    """Measures the seconds that this rank spends in each phase, until `take` returns them."""
+    """Adds up the seconds that this rank spends in each phase. `take` returns the sums."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,14 +78,12 @@ class StepClock:
             _count_waits_of_streams()
         self._marks: list[tuple[StepPhase, _Events, list[_Events]]] = []
         self._spare: list[Any] = []
-        # None before the first mark, because an earlier mark would use the device too early.
+        # None until the first mark. A mark in the constructor would use the device too early.
         self._last: Any = None
         self._seconds: dict[StepPhase, float] = {}
 
     def restart(self) -> None:
-        """Set a mark. Do not count the time since the last mark, such as the time spent on an
-        evaluation.
-        """
+        """Set a mark, and discard the time since the last mark, such as that of an evaluation."""
         _in_streams.clear()
         self._last = self._mark()
 
@@ -107,9 +108,9 @@ class StepClock:
         loss.register_hook(self._at_begin)  # type: ignore[no-untyped-call]
 
     def take(self) -> dict[StepPhase, float]:
-        """Return the seconds that were counted for each phase since the last call.
+        """Return the seconds counted for each phase since the last call.
 
-        An accelerator must have finished all work before the last mark.
+        On an accelerator, all work that precedes the last mark must have finished.
         """
         found, self._seconds = self._seconds, {}
         for phase, (begin, end), waits in self._marks:
@@ -164,7 +165,7 @@ def _count_waits() -> None:
 
 _Events = tuple[Any, Any]
 _in_streams: list[_Events] = []
-"""Pairs of events: before and after each wait of a stream since the last mark."""
+"""Pairs of events that enclose the waits of streams since the last mark."""
 
 
 @functools.cache
@@ -175,8 +176,8 @@ def _count_waits_of_streams() -> None:
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def counted(*given: Any, **named: Any) -> Any:
-            # Also count calls in torch's own threads, because backward passes run in them. Python
-            # names these threads Dummy.
+            # Also count calls in threads that torch has created, because backward passes run there.
+            # Python gives such threads names that begin with Dummy.
             thread = threading.current_thread()
             counts = thread.ident == trains or thread.name.startswith("Dummy-")
             in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -199,7 +200,7 @@ def _count_waits_of_streams() -> None:
 def peak_memory(device: torch.device) -> int:
     """Return this process's peak memory use so far, in bytes.
 
-    On a GPU, this is the device's memory; otherwise, it is main memory.
+    If the device is a GPU, only the device's memory counts; otherwise, only main memory does.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

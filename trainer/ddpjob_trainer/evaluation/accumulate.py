@@ -21,7 +21,7 @@ _MOST_CLASSES_IN_MATRIX = 4096
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result over the whole test set, with every sample counted once.
+    """The result of an evaluation on the whole test set, with every sample counted once.
 
     The result is the same on every rank, except for the curves (see `Curves`).
     """
@@ -70,7 +70,7 @@ class Evaluation:
 
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function that is given the scores and targets of n samples, and returns their losses (n,)."""
+"""Maps the scores and targets of n samples to the samples' losses (n,)."""
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -90,10 +90,9 @@ class Adding(Protocol):
 class ValueAccumulator:
     """Adds up the results of an evaluation whose targets are numbers rather than classes.
 
-    The results are the loss and other numbers that are meaningful for such targets. If targets are
-    floats with the same shape as the scores, the other numbers are mae and rmse or, with
-    `decisions` (targets from 0 to 1), accuracy and f1. Each of these other numbers is computed from
-    sums over all values on all ranks.
+    The loss is always computed. If the targets are floats with the same shape as the scores, there
+    are two more results: mae and rmse or, if `decisions` is set (targets from 0 to 1), accuracy and
+    f1. All of them are computed from sums over all values on all ranks.
     """
 
     def __init__(self, each: Each, *, decisions: bool = False) -> None:
@@ -103,7 +102,7 @@ class ValueAccumulator:
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Add the model's scores (n, ...) and the targets (n, ...) of some samples.
 
-        With `decisions`, raises ConfigError if a target is not between 0 and 1.
+        If `decisions` is set, raises ConfigError for a target that is not between 0 and 1.
         """
         if not len(labels):
             return
@@ -113,8 +112,8 @@ class ValueAccumulator:
         sums = [torch.zeros_like(loss)] * 5
         if labels.is_floating_point() and found.shape == truth.shape:
             if self._decisions:
-                # Training on an accelerator skips this check, because the check would wait for the
-                # device.
+                # Check again, because training on an accelerator skips this check to avoid waiting
+                # for the device.
                 check_probabilities(labels)
                 guesses, positive = found > 0, truth > 0.5
                 right = (guesses == positive) & ~found.isnan()
@@ -171,9 +170,9 @@ class Accumulator:
     ) -> None:
         """Start with empty sums.
 
-        `each` is given scores (n, classes) float32 and classes (n,), and returns losses (n,); by
-        default, it is cross entropy. With `apart`, the probability of a class depends only on its
-        own score, as in binary cross entropy.
+        `each` maps float32 scores (n, classes) and class numbers (n,) to losses (n,). The default
+        is cross entropy. If `apart` is set, the probability of a class depends only on that class's
+        score, as in binary cross entropy.
         """
         config = config or EvalConfig()
         if config.pr is PrKind.BINNED and config.pr_bins < 2:
@@ -213,7 +212,8 @@ class Accumulator:
         copied = torch.stack([values.to(dtype) for values in (*found, ~torch.isfinite(logits).all(1))]).cpu()
         losses, numbers = copied[0].double(), copied[1:].to(torch.int64)
         guesses, ranks, truth, nonfinite = numbers
-        # If all scores of a sample of class 0 are NaN, the guess must not be class 0.
+        # If all scores of a sample are NaN, argmax returns class 0. This guess must not count as
+        # correct, so replace it if class 0 is the sample's true class.
         guesses = (guesses + ((guesses == truth) & (ranks > 0))) % self._classes
         counts = [(ranks < 1).sum(), (ranks < 5).sum(), (guesses - truth).abs().sum(), nonfinite.sum()]
         self._sums += torch.stack([losses.sum(), *(count.double() for count in counts)])

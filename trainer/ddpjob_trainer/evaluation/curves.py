@@ -21,8 +21,8 @@ _POINTS_OF_ALL_CLASSES, _POINTS_POOLED = 20_000, 1_000
 class Curve:
     """A curve as returned by sklearn.metrics.precision_recall_curve.
 
-    The thresholds (t,) are ascending. Precision and recall are (t + 1,); the last precision is 1,
-    and the last recall is 0.
+    The thresholds (t,) are ascending. Precision and recall (t + 1,) have one more value: the last
+    precision is 1, and the last recall is 0.
     """
 
     precision: torch.Tensor
@@ -79,7 +79,7 @@ class CurveAccumulator(Protocol):
 
 
 def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
-    """Return the exact curve, given scores (n,) and whether each sample is positive, (n,).
+    """Return the exact curve for scores (n,), of which `positive` (n,) marks the positive samples.
 
     n must be above 0. Equal scores share one threshold.
     """
@@ -95,7 +95,7 @@ def _from_counts(hits: torch.Tensor, taken: torch.Tensor, thresholds: torch.Tens
     """Return a curve, given counts for each threshold, from the highest threshold to the lowest.
 
     `hits` is the number of positive samples whose score is at or above the threshold. `taken` is
-    the number of all samples whose score is at or above it.
+    the number of all samples whose score is at or above the threshold.
     """
     found = hits.double()
     precision = (found / taken).flip(0)
@@ -201,8 +201,8 @@ def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
 def _share(curves: list[Curve], classes: int, group: Group) -> Curves:
     """Return the average precisions on every rank, and the curves on rank 0.
 
-    `curves` are rank 0's: a curve for each class, followed by the curve for all decisions. On other
-    ranks, the list is empty.
+    On rank 0, `curves` contains a curve for each class, followed by the curve for all decisions. On
+    other ranks, `curves` is empty.
     """
     values = torch.zeros(classes + 1, dtype=torch.float64)
     if group.rank == 0:

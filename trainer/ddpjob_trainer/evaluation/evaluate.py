@@ -37,11 +37,11 @@ def evaluate(
     sums). `logits` returns the scores (n, classes) of images (n, channels, height, width) in
     evaluation mode. `own` is this rank's share of the test samples. If `own.counts` is false, this
     rank's scores are ignored. `adding` computes the result; by default, it handles classes
-    according to `config`. `alive` is called every round.
+    according to `config`. `alive` is called in every round.
 
-    Every rank runs the same number of rounds and computes images in each round, because a forward
-    pass may be a collective. A rank that has used up its samples computes the test set's first
-    sample without counting it.
+    Every rank runs the same number of rounds, and runs the model in each round, because a forward
+    pass may be a collective. A rank that has used up its samples runs the model on the test set's
+    first sample, and does not count the result.
     """
     mine = list(share(range(data.test_size), own.part, own.parts))
     rounds = -(-data.test_size // (batch * own.parts))

@@ -28,9 +28,9 @@ Matrix = npt.NDArray[np.int64]
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw the plots that a result file has numbers for, and return the plots' files.
+    """Draw the plots for which a result file has numbers, and return the plots' files.
 
-    The plots are next to the result file, `path`.
+    The plots are written to the folder of the result file, `path`.
     """
     use_style()
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -45,7 +45,7 @@ def draw(path: Path) -> list[Path]:
 
 
 def use_style() -> None:
-    """Set up matplotlib to draw to files, in the style of all the trainer's plots."""
+    """Set up matplotlib to draw to files, in the common style of the trainer's plots."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -54,7 +54,7 @@ def use_style() -> None:
 
 
 def set_headline(figure: Figure, text: str) -> None:
-    """Set the title of a figure, at its upper left."""
+    """Put a title at the upper left of a figure."""
     figure.suptitle(plain(text), x=0.01, ha="left", fontsize=12, color=INK, weight="bold")
 
 
@@ -266,6 +266,6 @@ def _worst_pairs(panel: Axes, matrix: Matrix, names: list[str], most: int = 24) 
 
 
 if __name__ == "__main__":
-    os.nice(10)  # Give priority to the machine's ranks.
+    os.nice(10)  # Drawing must not slow down the ranks on this machine.
     for name in sys.argv[1:]:
         draw(Path(name))

@@ -39,7 +39,7 @@ class EvaluationFiles:
     def write(self, name: str, evaluation: Evaluation, **where: Any) -> Path:
         """Write FOLDER/NAME.json, and the files that belong to it.
 
-        `where` says when the evaluation took place (epoch, step, ...), and is stored in the JSON.
+        `where` states when the evaluation took place (epoch, step, ...), and is stored in the JSON.
         Raises OSError.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -114,9 +114,9 @@ def _from_confusion(matrix: torch.Tensor) -> list[dict[str, float]]:
 
 
 def _points(curve: Curve) -> dict[str, list[float]]:
-    """Return the points of a curve as lists, which correspond to scikit-learn's arrays.
+    """Return a curve's points as lists, in the form of scikit-learn's arrays.
 
-    Seven digits are kept, which is more than a plot can show.
+    Seven digits are kept, more than a plot can show.
     """
     parts = {"precision": curve.precision, "recall": curve.recall, "thresholds": curve.thresholds}
     return {name: [float(f"{value:.7g}") for value in part.tolist()] for name, part in parts.items()}

@@ -1,8 +1,8 @@
 """Ends a rank without unloading torch's modules one by one.
 
 Unloading takes half a second, and several seconds on a busy machine. The other ranks and their
-launchers would wait for it, because they form the next group only after this rank has exited. No
-data is lost, because data that must be kept is flushed as soon as it is written.
+launchers would have to wait that long, because they form the next group only after this rank has
+exited. No data is lost, because data that must be kept is flushed as soon as it is written.
 """
 
 from __future__ import annotations

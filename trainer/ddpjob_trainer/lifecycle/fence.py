@@ -139,8 +139,8 @@ class Owner:
     ended: bool = False
     """Whether the job has completed training."""
     cluster: str = ""
-    """An identifier of the job's cluster, because jobs in different clusters can have the same
-    name. Empty if unknown.
+    """An identifier of the job's cluster, empty if unknown. Jobs in different clusters can have the
+    same name.
     """
 
     @classmethod
@@ -151,10 +151,7 @@ class Owner:
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """Return the owner that the file names.
-
-        Return None if the file is missing or cannot be parsed.
-        """
+        """Return the owner that the file names, or None if there is no valid file."""
         try:
             found = json.loads(path.read_text())
             return cls(**{f.name: found[f.name] for f in fields(cls)})

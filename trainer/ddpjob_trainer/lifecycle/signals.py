@@ -130,8 +130,8 @@ class StopRequest:
         now = time.monotonic()
         if not self._steps:
             self._note_step()
-        # No steps are counted during an evaluation, so the mean step time is unknown right after
-        # one.
+        # No steps are counted during an evaluation, so the mean step time is unknown right after an
+        # evaluation.
         mean = (now - self._last_begun) / self._steps if self._steps else math.inf
         self._last_begun, self._steps = now, 0
         state = self._saver.state if self._saver else SaverState()

@@ -2,8 +2,8 @@
 
 faulthandler writes the stacks of all threads to rank-N.txt, and a thread copies this file to
 stderr. faulthandler is written in C, so it works even if Python is blocked in a collective, or if a
-thread never releases the GIL. Without a launcher, a signal also makes it write the main thread's
-stack to the file (`ddpjob_pod.stack_signal`).
+thread never releases the GIL. Without a launcher, a signal also makes faulthandler write the main
+thread's stack to the file (`ddpjob_pod.stack_signal`).
 """
 
 from __future__ import annotations

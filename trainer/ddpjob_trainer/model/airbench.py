@@ -3,11 +3,11 @@
 Jordan, 94% on CIFAR-10 in 3.29 seconds on a single GPU, 2024;
 github.com/KellerJordan/cifar10-airbench.
 
-Problem: neighbouring pixels are almost equal, so a network spends its first epochs on learning
-filters that tell them apart. Rule: the first convolution consists of the eigenvectors of the
-covariance of 2x2 patches of the training images, divided by their standard deviation. Its outputs
-are uncorrelated and have a variance of 1. Each filter occurs with both signs, because an activation
-follows.
+Problem: neighbouring pixels are almost equal, so a network spends its first epochs learning filters
+that tell them apart. Rule: the filters of the first convolution are the eigenvectors of a
+covariance matrix, divided by their standard deviations. The matrix is computed from 2x2 patches of
+the training images. The outputs of the convolution are uncorrelated and have a variance of 1. Each
+filter occurs with both signs, because an activation follows.
 
 Example: a patch of 2x2 pixels in 3 colours has 12 values, hence 12 eigenvectors and 24 filters.
 
@@ -39,7 +39,7 @@ each of the three groups halves them."""
 
 
 class Whitening(nn.Module):
-    """A convolution of images (n, channels, height, width), with fixed filters and trained bias."""
+    """Convolves images (n, channels, height, width) with fixed filters, and adds a trained bias."""
 
     weight: torch.Tensor
 
@@ -52,16 +52,16 @@ class Whitening(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the feature maps.
 
-        Their sides are `side` - 1 pixels shorter than the images' sides.
+        The maps are `side` - 1 pixels smaller than the images in both dimensions.
         """
         return nn.functional.conv2d(images, self.weight, self.bias)
 
 
 def find_filters(model: nn.Module, data: DataSet) -> str:
-    """Return the name of the Whitening's filters in the model's state dict.
+    """Return the name that the Whitening's filters have in the model's state dict.
 
-    The name is empty if the model does not have a Whitening. Raises ConfigError if the layer's
-    channels do not match those of the images.
+    Return an empty string if the model does not have a Whitening. Raises ConfigError if the layer
+    and the images have different numbers of channels.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, Whitening):
@@ -90,7 +90,7 @@ def whiten(weights: dict[str, torch.Tensor], name: str, data: DataSet, group: Gr
 def filters(data: DataSet, side: int) -> torch.Tensor:
     """Return filters (2 * channels * side^2, channels, side, side) for the training images.
 
-    The computation is in float64, because TensorFloat-32 would lose small eigenvalues.
+    Compute in float64, because TensorFloat-32 would lose small eigenvalues.
     """
     numbers = range(min(_SAMPLES, data.train_size))
     parts = [list(numbers[first : first + _AT_ONCE]) for first in range(0, len(numbers), _AT_ONCE)]
@@ -119,7 +119,7 @@ class _Bias(nn.Module):
 class _Head(nn.Linear):
     """A linear layer without bias.
 
-    The initial weights have variance 1, and the layer divides the scores by `inputs`.
+    The initial weights have a variance of 1, and the layer divides the scores by `inputs`.
     """
 
     def __init__(self, inputs: int, classes: int) -> None:
@@ -139,8 +139,8 @@ def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
 
 
 def _group(inputs: int, outputs: int) -> nn.Sequential:
-    # The high momentum lets the running statistics adapt fast, because airbench takes only 200
-    # steps. With affine=False, the normalization does not train a scale.
+    # airbench takes only 200 steps, so a high momentum lets the running statistics adapt in time.
+    # With affine=False, the normalization does not train a scale.
     norms = (nn.BatchNorm2d(outputs, eps=1e-12, momentum=0.4, affine=False) for _ in range(2))
     first, second = ([norm, _Bias(outputs), nn.GELU()] for norm in norms)
     return nn.Sequential(
@@ -152,7 +152,10 @@ class Airbench(nn.Module):
     """A Whitening, three groups of two convolutions each, and a linear layer."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: int) -> None:
-        """`width` is the number of channels in the first group. Raises ConfigError."""
+        """Build the network. `width` is the number of channels in the first group.
+
+        Raises ConfigError if the images or `width` are too small.
+        """
         super().__init__()
         if min(shape[1:]) < SMALLEST:
             raise ConfigError(

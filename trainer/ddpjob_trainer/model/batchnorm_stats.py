@@ -1,8 +1,8 @@
 """Running statistics of batch normalization, independent of which rank computed a micro-batch.
 
 In a step, every micro-batch starts from the same running statistics. At the end of the step, the
-running statistics become the mean of the micro-batches' results, weighted by samples. This equals a
-single update with the mean of the micro-batches' statistics, as for a step on one rank.
+running statistics become the mean of the micro-batches' results, weighted by samples. The outcome
+is the same as a single update with the mean of the micro-batches' statistics on one rank.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor)
 class BatchStatistics:
     """Combines a model's running means and variances over the ranks of a group.
 
-    Does nothing for a model without running statistics. With `ordered`, the micro-batches' results
-    are added up in micro-batch order, so that the sum has identical bits on any number of ranks.
-    The model's buffers become views of one flat tensor per device and format, so each step takes a
-    few calls in total instead of several per layer. A model can have only one BatchStatistics at a
-    time.
+    Does nothing for a model without running statistics. If `ordered` is set, the micro-batches'
+    results are added up in micro-batch order, so the sum has identical bits on any number of ranks.
+    The model's buffers become views of one flat tensor per device and format, so a step needs a few
+    tensor operations in total instead of several per layer. A model can have only one
+    BatchStatistics at a time.
     """
 
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:
         self._group, self._ordered = group, ordered
-        # `_NormBase` includes instance normalization, because a user's model may track its running
+        # `_NormBase` also covers instance normalization, in which a user's model may track running
         # statistics.
         layers = [module for module in model.modules() if isinstance(module, _NormBase) and module.track_running_stats]
         self._running = _flattened(
@@ -63,7 +63,7 @@ class BatchStatistics:
 
     @contextmanager
     def of_micro(self, micro: Micro, count: int) -> Iterator[None]:
-        """Run the forward pass of one micro-batch inside this `with`.
+        """Run the forward pass of one micro-batch within this context.
 
         The micro-batch contributes to the step's statistics in proportion to its share of the
         step's `count` samples.
@@ -120,9 +120,10 @@ def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         flats.append(torch.cat([buffer.detach().flatten() for buffer in alike]))
         for buffer, piece in zip(alike, torch.split(flats[-1], [buffer.numel() for buffer in alike]), strict=True):
             # Assign .data, so that the buffer remains the same tensor. autograd then does not count
-            # later copies into the buffer as changes. In training, autograd keeps the buffers for
-            # the backward pass but does not read them. In a pipeline, the buffers change before a
-            # micro-batch's backward pass, because the next micro-batch's forward pass comes first.
+            # later copies into the buffer as changes. In a pipeline, other micro-batches' forward
+            # passes change the buffers before a micro-batch's backward pass. This is harmless,
+            # because in training, autograd keeps the buffers for the backward pass but does not
+            # read them.
             buffer.data = piece.view_as(buffer)
     return flats
 
@@ -137,8 +138,8 @@ def ordered_parts(
 ) -> list[torch.Tensor]:
     """Return all ranks' tensors, in micro-batch order, on every rank.
 
-    Each of this rank's `parts` is the number of a micro-batch and a flat tensor of `size` values.
-    The result takes as much memory as one such tensor for each micro-batch of all ranks. All ranks
+    `parts` contains a pair for each of this rank's micro-batches: its number, and a flat tensor of
+    `size` values. The result holds one such tensor for every micro-batch of all ranks. All ranks
     must call this together.
     """
     if group.world == 1:

@@ -16,16 +16,16 @@ def depths(model: nn.Module) -> dict[str, int]:
     """Return the depth of each parameter by name, from 0 (nearest to the input) without gaps.
 
     For timm's models, the depth comes from their own `group_matcher`, as in timm's
-    param_groups_layer_decay. For other models, the rules follow get_layer_id in BEiT and MAE for
-    transformers. The stem (tokens, positions, patches, everything registered before the first
-    block) has depth 0. Each block in the model's sequences is one deeper than the previous block.
-    Parameters between two blocks belong to the next block, and those after the last block
-    (normalization, head) are one deeper than that block.
+    param_groups_layer_decay. For other models, the rules follow get_layer_id, which BEiT and MAE
+    use for transformers. The stem (tokens, positions, patches, everything registered before the
+    first block) has depth 0. Each block in the model's sequences is one deeper than the previous
+    block. Parameters between two blocks have the depth of the next block. Parameters after the last
+    block (normalization, head) are one deeper than the last block.
 
-    A block is a member of an nn.Sequential, ModuleList or ModuleDict that itself contains modules,
-    such as a transformer's layer or a ResNet's Bottleneck. In a model without blocks, each layer
-    with a matrix or convolution counts as a block. Blocks are ordered by their registration in the
-    model, so a head that is registered before the blocks is taken for the stem.
+    A block is a module that contains other modules and is a member of an nn.Sequential, ModuleList
+    or ModuleDict. Examples are a transformer's layer and a ResNet's Bottleneck. In a model without
+    blocks, each layer with a matrix or convolution counts as a block. Blocks are ordered by their
+    registration in the model, so a head that is registered before the blocks is taken for the stem.
 
     Raises ConfigError if a model has a `group_matcher` but timm is not installed.
     """
@@ -62,8 +62,8 @@ def describe_shares(depths: Mapping[str, int], decay: float) -> str:
 def _by_layer(model: nn.Module) -> dict[str, int]:
     """Return the depth of each parameter in a model without blocks.
 
-    Each layer with a matrix is one deeper than the previous one. A normalization has the depth of
-    the layer before it.
+    Each layer with a matrix is one deeper than the previous layer with a matrix. A normalization
+    has the depth of the layer before it.
     """
     found, depth, last = dict[str, int](), -1, None
     for name, weight in model.named_parameters():
@@ -98,7 +98,7 @@ def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
 def _blocks(module: nn.Module, name: str, *, inside: bool) -> Iterator[str]:
     """Yield the names of a module's blocks.
 
-    `inside` indicates that the module is a sequence of blocks, or is part of one.
+    `inside` states whether the module is a sequence of blocks, or part of one.
     """
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key

@@ -1,6 +1,7 @@
 """Models: a small CNN, ResNet-18 for CIFAR, models from torchvision and timm, and the user's own.
 
-The small CNN adapts to the image size. The user's own model is named by a function.
+The small CNN adapts to the image size. The user's own model comes from a function that the
+configuration names.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def build_model(
         )
     torch.manual_seed(seed)
     device = device or torch.device("cpu")
-    # A user's function may also draw from Python's and numpy's generators, so these generators are
-    # seeded for it. For other models, numpy is not loaded.
+    # A user's function may also draw from Python's and numpy's generators, so seed these
+    # generators, too. For other models, do not load numpy.
     with seed_draws(seed) if is_own(config) else nullcontext():
         model = _network(config, shape, classes).to(device)
     if config.zero_init_residual:
@@ -148,7 +149,7 @@ def _drop_path(normalization: nn.Module, _: Any, outputs: torch.Tensor) -> torch
     """Apply stochastic depth to the output of a normalization, in a forward hook.
 
     A wrapper would change the names of the weights in files, but a hook does not. The hook finds
-    the layer through its argument, so that a copy of the model calls the copy's own layer.
+    the layer through its argument, so in a copy of the model, it calls the copy's own layer.
     """
     kept: torch.Tensor = normalization.get_submodule("drop_path")(outputs)
     return kept
@@ -203,18 +204,15 @@ def is_own(config: ModelConfig) -> bool:
 
 
 def is_tied_to_micro_batches(model: nn.Module) -> bool:
-    """Return whether the model's output for a sample depends on random numbers or other samples.
-
-    Only its output in training matters.
-    """
+    """Return whether, in training, a sample's output depends on random numbers or other samples."""
     return any(ties_samples(module) for module in model.modules())
 
 
 def ties_samples(module: nn.Module) -> bool:
     """Return whether a layer's output for a sample depends on random numbers or on other samples.
 
-    For the outermost module of a user's model, the result is always True, because its forward
-    method may call functions that are not modules.
+    For the outermost module of a user's model, the result is always True, because the module's
+    forward method may call functions that are not modules.
     """
     if getattr(module, _OWN, False):
         return True
@@ -234,9 +232,9 @@ def needs_two_samples(
 ) -> bool:
     """Return whether training fails on a micro-batch of one sample.
 
-    Training fails if maps have shrunk to one pixel where a normalization needs more than one value
-    per channel. `early` is the shape of images in this epoch, if images grow to `shape` in later
-    epochs. This check does not compute any values.
+    Training fails if a normalization needs more than one value per channel, but the maps that reach
+    it have shrunk to one pixel. If images grow to `shape` in later epochs, `early` is their shape
+    in this epoch. The check uses meta tensors, so it does not compute any values.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -253,8 +251,8 @@ def needs_two_samples(
 def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> None:
     """Raise ConfigError if a model from torchvision or timm cannot process images of `shape`.
 
-    `key` is the name of the setting for the image size, for the message. `key` is empty if there is
-    no such setting.
+    The message names `key`, the setting for the image size. `key` is empty if there is no such
+    setting.
     """
     if is_own(config) or ":" not in config.name:
         return
@@ -278,7 +276,7 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
 
 @contextmanager
 def explain_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
-    """Run a model's first forward pass inside this `with`.
+    """Run a model's first forward pass within this context.
 
     If the pass fails, `check_image_size` finds out whether the image size is the cause. The check
     takes time, so it runs only after a pass has failed.
@@ -369,8 +367,8 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def _convolution(inputs: int, outputs: int, norm: NormName) -> list[nn.Module]:
-    # GroupNorm computes statistics of single samples, so with it, gradients do not depend on how a
-    # batch is divided.
+    # GroupNorm computes statistics of single samples, so gradients do not depend on how a batch is
+    # divided.
     normalized = nn.GroupNorm(4, outputs) if norm is NormName.GROUP else nn.BatchNorm2d(outputs)
     return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), normalized, nn.ReLU(inplace=True)]
 

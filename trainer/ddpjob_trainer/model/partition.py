@@ -18,8 +18,9 @@ from ddpjob_trainer.model.airbench import Airbench
 from ddpjob_trainer.model.models import ResNet18Cifar, SmallCnn
 
 _FLOPS_PER_ELEMENT = 20
-"""Cost of writing one value, in floating-point operations. Normalization and activation layers do
-little arithmetic, but they are limited by memory bandwidth."""
+"""Cost of writing one value, in floating-point operations. The speed of normalization and
+activation layers is limited by memory bandwidth, not by their little arithmetic.
+"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Stage(nn.Module):
 
 
 class MetaModel:
-    """Finds shapes and costs of layers without computing, with a copy on the meta device."""
+    """Finds the shapes and costs of layers on a meta-device copy, without computing any values."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._modules = [copy.deepcopy(layer.module).to("meta").eval() for layer in layers]
@@ -169,8 +170,8 @@ def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str)
     """Divide the layers into `parts` stages of consecutive layers.
 
     The division minimizes the cost of the most expensive stage. Each stage after the first begins
-    with a layer that has weights. If there are fewer layers with weights than stages, raises a
-    ConfigError that names the setting `key`.
+    with a layer that has weights. Raises ConfigError if there are fewer layers with weights than
+    stages. Its message names the setting `key`.
     """
     starts = [0, *[index for index, layer in enumerate(layers) if layer.has_weights][1:]]
     if parts > len(starts):
@@ -180,8 +181,8 @@ def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str)
         )
     sums = [0.0, *itertools.accumulate(costs)]
     ends = [*starts[1:], len(layers)]
-    # For each `end`, the best division of the layers before it: (cost of its most expensive stage,
-    # ends of its stages). At first, all of these layers form one stage.
+    # Maps each `end` to the best division of the layers before `end`: (cost of the most expensive
+    # stage, ends of the stages). At first, these layers form a single stage.
     best: dict[int, tuple[float, list[int]]] = {end: (sums[end], [end]) for end in ends}
     for _ in range(parts - 1):
         longer: dict[int, tuple[float, list[int]]] = {}

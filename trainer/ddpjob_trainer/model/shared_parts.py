@@ -17,9 +17,9 @@ rank 0 and f on rank 1. Each rank sends the other one 2 x 64 numbers, and both n
 of e and f. Dropout draws a mask with two rows on both ranks; rank 0 applies the first row, rank 1
 the second.
 
-In a pass, a rank can have parts of several micro-batches. A layer processes all of these parts at
-once. Each rank does an even share of the work. The overhead of a layer is one exchange in the
-forward pass and one in the backward pass. Three parts do not need more kernels than one.
+A rank can have parts of several micro-batches in the same pass, so that all ranks do the same
+amount of work. A layer processes these parts together, so three parts do not need more kernels than
+one. The overhead of a layer is one exchange in the forward pass and one in the backward pass.
 
 Without parts, the model's own layers are used. A layer that ties samples together in any other way
 cannot be shared (`can_be_shared`); in that case, whole micro-batches are distributed.
@@ -49,8 +49,9 @@ from ddpjob_trainer.private_torch import check_dimensions
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _MASKS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Batch normalizations with torch's own forward pass. A subclass may do more in its forward pass:
-timm's, for example, applies an activation."""
+"""The batch normalization layers that use torch's own forward pass. A subclass may do more in its
+forward pass. timm's subclass, for example, applies an activation.
+"""
 
 
 def can_be_shared(model: nn.Module) -> bool:
@@ -64,7 +65,7 @@ def _is_random(module: nn.Module) -> bool:
 
 
 class SharedParts:
-    """Replaces the forward passes of a model's layers by ones that accept parts of micro-batches.
+    """Replaces the forward passes of a model's layers with versions for parts of micro-batches.
 
     Must be created before the first forward pass.
     """
@@ -85,7 +86,7 @@ class SharedParts:
 
     @contextmanager
     def of_micro(self, micro: Micro) -> Iterator[None]:
-        """Run the forward pass of one micro-batch inside this `with`.
+        """Run the forward pass of one micro-batch within this context.
 
         If the micro-batch does not have parts, the layers use their own forward passes.
         """
@@ -130,16 +131,17 @@ class SharedParts:
             values, module.weight, module.bias, module.eps, self._parts, sizes, self._group
         )
         if module.track_running_stats:
-            # `moments` is the mean over the micro-batches of which this rank has a part, weighted
-            # by this rank's samples. If `moments` is averaged over all ranks, again weighted by
-            # samples, the result is the mean over all micro-batches.
+            # `moments` is the average of the micro-batches of which this rank has a part, weighted
+            # by this rank's samples. The average of `moments` over all ranks, again weighted by
+            # samples, covers all micro-batches.
             move_running(module, *moments)
         return outputs
 
     def _check_samples(self, module: nn.Module, values: torch.Tensor) -> None:
-        """Raise TrainingError if the rows that a layer gets are windows or positions, not samples.
+        """Raise TrainingError if a layer's rows are not samples.
 
-        If there are n * windows rows, for example, it is unknown which rows belong to which part.
+        The rows may be windows or positions, for example. If a sample has several rows, it is
+        unknown which rows belong to which part.
         """
         samples = sum(part.count for part in self._parts)
         if len(values) != samples:
@@ -153,9 +155,9 @@ class SharedParts:
     def _sizes_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each part's micro-batch size, and each part's fraction of this rank's samples.
 
-        Their shapes are (parts, 1) and (parts,). Both tensors are kept on the device, because they
-        are the same in most steps. Sending the tensors to the device for each layer would mean
-        waiting for the device.
+        The shapes are (parts, 1) and (parts,). Both tensors are the same in most steps, so they are
+        kept on the device. Sending them to the device for each layer would mean waiting for the
+        device.
         """
         key = tuple((part.size, part.count) for part in self._parts)
         if key not in self._sizes:

@@ -1,7 +1,7 @@
 """Batch normalization over all ranks on the CPU, which torch's SyncBatchNorm does not support.
 
-The arithmetic is the same as torch's. The ranks' means and sums of squares are weighted by their
-counts, so shares may differ or be empty.
+The arithmetic is the same as torch's. Each rank's mean and sum of squares are weighted by the
+rank's number of values, so ranks may have different shares of the samples, or none.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ddpjob_trainer.model.batchnorm_stats import move_running
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with its batch normalizations replaced by synchronized ones.
+    """Return the model with synchronized layers in place of its batch normalization layers.
 
-    Their names and values are kept. On an accelerator, the replacements are torch's own layers; on
-    the CPU, the replacements are this module's layers. Raises ConfigError if a batch normalization
-    in the model does more than normalize.
+    The names and values of their parameters and buffers do not change. On an accelerator, the new
+    layers are torch's own. On the CPU, they are this module's. Raises ConfigError if one of the
+    model's layers does more than normalize.
     """
     for module in model.modules():
         plain = isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward
@@ -47,8 +47,8 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 class _SyncBatchNorm(nn.SyncBatchNorm):
     """torch's SyncBatchNorm, extended so that a rank's share of the samples may be empty.
 
-    For an empty share, torch's layer would send zeros in the input's format, which does not match
-    the float32 that ranks with samples send.
+    For an empty share, torch's layer would send zeros in the input's format. Ranks with samples
+    send float32, so the formats would not match.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,14 @@ class MovingAverage:
     """Averages, by name, of the tensors that training changes.
 
     These tensors are the weights and the running statistics. After each step, average = decay *
-    average + (1 - decay) * weights. The average initially equals the weights after the first step,
-    as in torch's AveragedModel. Averages are float32, and each rank keeps the averages of the
-    weights (or shards of weights) that it holds. If the model has a tensor under several names,
-    `others` maps each additional name to the name in `tensors`. A checkpoint lists such an average
-    under all names of its tensor, because an average replaces the weight that has the same name.
-    Raises ConfigError if `decay` is not between 0 and 1.
+    average + (1 - decay) * weights. After the first step, the averages equal the weights, as in
+    torch's AveragedModel. Averages are float32, and each rank keeps the averages of the weights (or
+    shards of weights) that it holds.
+
+    If a tensor has several names in the model, `others` maps each additional name to the name in
+    `tensors`. A checkpoint lists the tensor's average under all of these names, because an average
+    replaces the weight that has the same name. Raises ConfigError if `decay` is not between 0 and
+    1.
     """
 
     def __init__(

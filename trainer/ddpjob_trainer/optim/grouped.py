@@ -23,4 +23,4 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _step_group(self, group: dict[str, Any], weights: list[torch.Tensor]) -> None:
-        """Update `weights`, which all belong to the parameter group `group`, and their states."""
+        """Update `weights`, all of which belong to `group`, and their optimizer states."""

@@ -16,7 +16,7 @@ _EPSILON = 1e-6
 
 
 class Lamb(GroupedOptimizer):
-    """Takes the steps of the paper's algorithm 2, with Adam's bias correction.
+    """Follows algorithm 2 of the paper, with Adam's bias correction.
 
     Apex's FusedLAMB and timm's Lamb do the same.
 
@@ -24,8 +24,8 @@ class Lamb(GroupedOptimizer):
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-6) + decay * w
         w = w - rate * (|w| / |u|) * u
 
-    The ratio |w| / |u| is replaced by 1 in a group without weight decay (normalization, biases),
-    and if |w| or |u| is 0.
+    The ratio |w| / |u| is replaced by 1 if |w| or |u| is 0, and in a group without weight decay
+    (normalization, biases).
     """
 
     def __init__(self, parameters: Iterable[Any], lr: float, betas: tuple[float, float], weight_decay: float) -> None:

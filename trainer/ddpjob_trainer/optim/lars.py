@@ -14,14 +14,14 @@ from ddpjob_trainer.optim.grouped import GroupedOptimizer
 
 
 class Lars(GroupedOptimizer):
-    """SGD with momentum, which scales the step of each parameter by the paper's algorithm 1.
+    """SGD with momentum that scales the step of each parameter as in the paper's algorithm 1.
 
         local = trust * |w| / (|g| + decay * |w|)
         v = momentum * v + rate * local * (g + decay * w)
         w = w - v
 
-    local = 1 in a group with `adapt` false, and for a parameter whose values or gradients are all
-    0.
+    `local` is 1 in a group whose `adapt` is false, and for a parameter whose values or gradients
+    are all 0.
     """
 
     def __init__(

@@ -52,13 +52,13 @@ class Loss:
 
     @property
     def of_decisions(self) -> bool:
-        """Whether the loss takes float targets as probabilities, which are mostly 0 or 1."""
+        """Whether the loss interprets float targets as probabilities, most of which are 0 or 1."""
         return self.name == "bce"
 
     def check(self, data: DataConfig, targets: Targets, classes: int) -> None:
         """Raise ConfigError if the targets do not suit the loss, or if a setting has no effect.
 
-        Afterwards, `sum` raises an error for scores whose number of classes is not `classes`.
+        After this call, `sum` raises an error if scores do not have exactly `classes` classes.
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
@@ -94,8 +94,8 @@ class Loss:
         """Return the summed loss of a micro-batch's samples, in float32.
 
         An unreadable sample has a loss of zero. Raises the same errors as `each`. Also raises
-        TrainingError if scores have a shape that would make only the first evaluation fail, hours
-        later.
+        TrainingError for scores of a wrong shape that would otherwise fail only in the first
+        evaluation, hours later.
         """
         return self.total(scores, batch.labels, batch.unreadable)
 
@@ -112,10 +112,10 @@ class Loss:
         return torch.where(readable, losses, torch.zeros_like(losses)).sum()
 
     def each(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample, (n,), without label smoothing.
+        """Return the loss of each sample as a tensor (n,), without label smoothing.
 
-        Raises ConfigError if the user's own loss function does not return a tensor of this shape,
-        and TrainingError if the model's output does not fit the targets.
+        Raises ConfigError if the user's own loss function returns anything else, and TrainingError
+        if the model's output does not fit the targets.
         """
         scores = scores.float()
         if self.name == "cross_entropy":
@@ -131,8 +131,8 @@ class Loss:
                 f" has {targets.shape[1]} values; set model.name to a model whose last layer has"
                 f" {targets.shape[1]} outputs"
             )
-        # The check reads the targets. On a device other than the CPU, reading the targets would
-        # mean waiting for the device.
+        # Check only on the CPU, because reading the targets from an accelerator would mean waiting
+        # for the accelerator.
         if self.of_decisions and targets.device.type == "cpu":
             check_probabilities(targets)
         return _OF_VALUES[self.name](scores, targets).mean(1)

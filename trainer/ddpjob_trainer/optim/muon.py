@@ -2,14 +2,14 @@
 
 Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
 
-Problem: the updates of a matrix that SGD and Adam compute are dominated by a few directions, so the
-matrix learns little in all other directions. Rule: replace an update with singular value
+Problem: the updates that SGD and Adam compute for a matrix are dominated by a few directions, so
+the matrix learns little in all other directions. Rule: replace an update with singular value
 decomposition U S V by roughly U V, which changes all directions by the same amount. A decomposition
-would be slow, so `orthogonalize` iterates a polynomial that moves each singular value to between
-0.7 and 1.2.
+would be slow. `orthogonalize` therefore iterates a polynomial that moves each singular value into
+the range from 0.7 to 1.2.
 
-Example: a convolution with 64 outputs, 24 inputs and a kernel of 3x3 is a matrix of 64 x 216.
-Biases, normalization, and the matrices named in optim.muon_except are updated as SGD does.
+Example: a convolution with 64 outputs, 24 inputs and a 3x3 kernel is treated as a matrix of 64 x
+216. Biases, normalization, and the matrices named in optim.muon_except are updated as in SGD.
 
 The iterations consist of matrix products, so a matrix must be whole on the rank that updates it
 (config/strategy_limits.py). Each rank computes the products from the same gradients. Ranks with

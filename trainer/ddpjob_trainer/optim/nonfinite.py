@@ -1,9 +1,8 @@
 """Skips a step on all ranks, with a warning, if its loss or gradient is not finite.
 
 Too many consecutive skipped steps end the training. If the loss is not finite on one rank, the
-summed gradient is not finite on all ranks, so every rank skips the step without any communication.
-Only afterwards do the ranks exchange the numbers of the ranks and samples whose loss was not
-finite.
+summed gradient is not finite on any rank, so every rank skips the step without any communication.
+Only afterwards do the ranks tell each other which ranks and samples had a loss that is not finite.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ from ddpjob_trainer.optim.precision import Update
 
 _SCALE_STEPS = 40
 """Number of steps that a dynamic loss scale takes to fall from 65536 to a uselessly small value.
-While the scale falls, skipped steps are normal, because the scale adapts by skipping steps.
+While the scale falls, skipped steps are normal, because each skipped step lowers the scale.
 """
 _NUMBERS_SHOWN = 16
 _NUMBERS_COMMON = 3
-"""Maximum number of samples that a message names as common to all steps with a non-finite loss."""
+"""Maximum number of common samples that a message lists. If the steps with a non-finite loss have
+more samples in common, the message lists none.
+"""
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
 """Called for a skipped step with (step, text, samples). `samples` maps each rank whose loss was not
@@ -35,7 +36,7 @@ finite to its sample numbers.
 
 @dataclass(frozen=True)
 class _Taken:
-    """A step whose outcome has not been checked yet because checking waits for the device."""
+    """A step whose outcome is not checked yet, because checking means waiting for the device."""
 
     step: int
     samples: Sequence[int]
@@ -57,9 +58,9 @@ class NonFiniteGuard:
     ) -> None:
         """End the training after `limit` consecutive skipped steps.
 
-        `left_out` is called with the number of each skipped step. With `dynamic_scale`, a step that
-        was skipped because of an overflow does not count while the loss scale is still adapting.
-        Raises ConfigError.
+        `left_out` is called with the number of each skipped step. If `dynamic_scale` is set, steps
+        that are skipped because of an overflow do not count while the loss scale is still adapting.
+        Raises ConfigError if `limit` is below 1.
         """
         if limit < 1:
             raise ConfigError(
@@ -71,7 +72,7 @@ class NonFiniteGuard:
         self._pending: list[_Taken] = []
         self._in_a_row = self._overflows = 0
         self._common: set[int] = set()
-        """Numbers of the samples that all steps with a non-finite loss so far have in common."""
+        """Numbers of the samples that occurred in every step with a non-finite loss so far."""
         self.skipped = 0
         """Number of steps skipped in this incarnation of the job."""
 
@@ -80,11 +81,12 @@ class NonFiniteGuard:
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Record whether step `step` was skipped. Return the step's losses and number of samples.
 
-        `losses` is the sum of this rank's losses over `samples`, its share of a global batch of
-        `count` samples. If the step was skipped, both results are zero. If the outcome is not known
-        without waiting for the device, the results are tensors on the device. Raises TrainingError
-        on all ranks if too many consecutive steps were skipped. If the outcome is not known yet,
-        `check` raises this error later.
+        `samples` is this rank's share of a global batch of `count` samples, and `losses` is the sum
+        of these samples' losses. If the step was skipped, both results are zero. If the outcome
+        cannot be known without waiting for the device, the results are tensors on the device.
+
+        Raises TrainingError on all ranks if too many consecutive steps were skipped. If the outcome
+        is not known yet, `check` raises this error later.
         """
         self._pending.append(_Taken(step, samples, losses, update.skipped))
         if isinstance(update.skipped, torch.Tensor):
@@ -131,7 +133,7 @@ class NonFiniteGuard:
         )
 
     def _note_common(self, samples: dict[int, list[int]]) -> str:
-        """Return a remark about the samples that all steps with a non-finite loss have in common.
+        """Return a remark about the samples that occurred in every step with a non-finite loss.
 
         The remark is empty if there are no such samples, or too many to name.
         """

@@ -14,7 +14,7 @@ from ddpjob_trainer.distributed.dtensors import is_sharded
 def named_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]]
 ) -> dict[str, Any]:
-    """Return an optimizer's state under the names of the parameters instead of their numbers."""
+    """Return an optimizer's state, keyed by parameter name instead of parameter number."""
     state = {name: optimizer.state[parameter] for name, parameter in parameters if parameter in optimizer.state}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"state": state, "groups": groups}

@@ -24,17 +24,19 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the configured optimizer for `parameters`, which are pairs (name, parameter).
 
-    `depths` contains the depth of each of the model's parameters (`model.depths`), including frozen
-    ones. optim.layer_decay needs the depths; see `parameter_groups`. `computed_in` is the number
-    format that the model computes in. Raises ConfigError for values out of range.
+    `depths` maps the name of each of the model's parameters, including frozen parameters, to its
+    depth (`model.depths`). optim.layer_decay needs the depths; see `parameter_groups`.
+    `computed_in` is the number format that the model computes in. Raises ConfigError for values out
+    of range.
     """
     check(config)
     named = list(parameters)
     weights = [weight for _, weight in named]
     groups = divide(config, named, depths)
-    # On the CPU, fused kernels take half as long for SGD and a fifth as long for AdamW (11 million
-    # weights, one core). torch does not have a fused SGD for DTensors (strategy=fsdp), and its
-    # default kernels update DTensors one by one. So foreach kernels are chosen for DTensors.
+    # On the CPU, fused kernels need half the time of unfused kernels for SGD, and a fifth for AdamW
+    # (11 million weights, one core). Choose foreach kernels for DTensors (strategy=fsdp), because
+    # torch does not have a fused SGD for DTensors, and its default kernels update DTensors one by
+    # one.
     parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = (
         {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}
@@ -123,9 +125,9 @@ def check(config: OptimConfig) -> None:
 class Position:
     """A step's position in training, in samples.
 
-    A learning rate that depends on this position does not depend on the batch sizes of earlier
-    steps. Over all epochs, `consumed` samples were taken before the step. An epoch has `size`
-    samples, and a full step takes `batch` samples.
+    A learning rate that is computed from this position does not depend on the batch sizes of
+    earlier steps. `consumed` is the number of samples that all earlier steps took, over all epochs.
+    An epoch has `size` samples, and a full step takes `batch` samples.
     """
 
     consumed: int

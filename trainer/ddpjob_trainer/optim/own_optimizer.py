@@ -1,18 +1,19 @@
 """The user's own optimizer (`optim.name=package.module:name`), checked before training.
 
 The optimizer must continue from a checkpoint as if there had been no restart. A checkpoint contains
-`optimizer.state[parameter]`. Learning rates and other settings of a group come from the
+only `optimizer.state[parameter]`. Learning rates and other settings of a group come from the
 configuration. An optimizer that counts its steps in `self.steps` or in a group would silently train
-differently after each restart, so copies of it take 40 steps on small stand-ins for the model's
-parameters:
+differently after each restart. To detect this, copies of the optimizer take 40 steps on small
+stand-ins for the model's parameters:
 
     copy 1    step 1 ... 7  save  step 8 ... 17  save  step 18 ... 40
     copy 2                  load  step 8 ...           step 18 ... 40    refused at the first step
     copy 3                                       load  step 18 ... 40    that differs from copy 1
 
-The check loads twice because an optimizer may act only at every seventh step. The first load comes
-after a whole period of such an optimizer, so it would not show an error. State that takes effect
-only after step 40 is not detected. The copies get different random numbers, as ranks would.
+The check loads twice because an optimizer may act only every seventh step. For such an optimizer,
+the first load comes after a whole period, so this load alone would not show an error. State that
+takes effect only after step 40 is not detected. The copies get different random numbers, as ranks
+would.
 """
 
 from __future__ import annotations

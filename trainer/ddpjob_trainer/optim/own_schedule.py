@@ -41,10 +41,9 @@ def own_factor(name: str, epoch: float, epochs: int) -> float:
 def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int], group: Group) -> str:
     """Check the user's schedule, and return a description of it for the log.
 
-    `rate` returns the learning rate for a step, given the number of samples consumed before it.
-    `steps` contains these numbers of samples for all steps. Raises ConfigError if a rate is
-    invalid, or if the rate differs between two calls or between ranks. All ranks must call this
-    together.
+    `rate` returns the learning rate for a step, given the number of samples consumed before the
+    step. `steps` contains this number for each step. Raises ConfigError if a rate is invalid, or if
+    the rate differs between two calls or between ranks. All ranks must call this together.
     """
     checked = [*steps[:: max(1, len(steps) // _MOST_STEPS)], steps[-1]]
     rates = [rate(consumed) for consumed in checked]

@@ -25,9 +25,10 @@ _NEVER_DECAYED = frozenset(
     {"class_token", "cls_token", "dist_token", "pos_embedding", "pos_embed", "relative_position_bias_table"}
     | {"layer_scale"}
 )
-"""Last components of the names of tensors that torchvision's and timm's recipes exclude from weight
-decay, in addition to biases and normalization. These tensors are not matrices, so muon does not
-orthogonalize them."""
+"""The last parts of tensor names that torchvision's and timm's recipes exclude from weight decay,
+in addition to biases and normalization. These tensors are not matrices, so muon does not
+orthogonalize them.
+"""
 _SCALE = "lr_scale"
 """Key under which a parameter group stores its factor for the schedule's learning rate. timm uses
 the same key."""
@@ -43,9 +44,10 @@ class GroupRule:
 
     @classmethod
     def read(cls, text: str) -> GroupRule:
-        """Return the rule that `text` states as PATTERN=RATE or PATTERN=RATE/DECAY.
+        """Parse an item of the form PATTERN=RATE or PATTERN=RATE/DECAY.
 
-        Raises ConfigError.
+        Raises ConfigError if `text` does not have this form, or if a number is negative or not
+        finite.
         """
         pattern, _, values = text.rpartition("=")
         rate, slash, decay = values.partition("/")
@@ -64,8 +66,8 @@ class GroupRule:
 def check_rules(config: OptimConfig, names: Sequence[str], model: str) -> str:
     """Check optim.groups, and return a description of its effect for the log.
 
-    `names` are the trained parameters of the whole model. Raises ConfigError if a pattern selects
-    none of the parameters that earlier patterns have not selected.
+    `names` are the trained parameters of the whole model. Raises ConfigError if a pattern matches
+    no parameter, or only parameters that earlier patterns have already matched.
     """
     left, found = list(names), []
     for rule in map(GroupRule.read, config.groups):
@@ -87,8 +89,9 @@ def divide(
     named: Iterable[tuple[str, torch.nn.Parameter]],
     depths: Mapping[str, int] | None,
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups. Groups with weight decay come first, and depths increase.
+    """Return the parameter groups.
 
+    Groups with weight decay come before groups without it, and shallow groups before deep groups.
     If the model has n depths, the learning rate at depth d is the schedule's rate, multiplied by
     optim.layer_decay^(n - 1 - d).
     """

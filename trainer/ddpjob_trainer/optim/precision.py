@@ -1,6 +1,6 @@
 """Number formats of the model and optimizer, and the loss scale.
 
-The levels are the same as in NVIDIA's Apex, built on torch.autocast and torch.amp.GradScaler.
+The levels are those of NVIDIA's Apex, implemented with torch.autocast and torch.amp.GradScaler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Update:
 
 
 class Precision:
-    """Applies the number formats and the loss scale in the section `amp` to one model.
+    """Applies the number formats and the loss scale of the section `amp` to one model.
 
     If ranks hold different parts of the gradients, `over_parts` sums a tensor over these ranks, in
     place.
@@ -106,10 +106,10 @@ class Precision:
         return torch.autocast(self._device.type, self.dtype) if self.config.level is AmpLevel.O1 else nullcontext()
 
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that the optimizer updates, by their names in the model.
+        """Return (name in the model, parameter) for each parameter that the optimizer updates.
 
-        At O2, these are float32 copies of the model's parameters. At other levels, they are the
-        model's own parameters.
+        At O2, the pairs contain float32 copies of the model's parameters. At other levels, they
+        contain the model's own parameters.
         """
         own = dict(model.named_parameters())
         for name, original in self._originals.items():
@@ -219,7 +219,7 @@ class Precision:
     # ------------------------------------------------------------ checkpoints
 
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's state dict, in which float32 copies replace their weights.
+        """Return the model's state dict, in which float32 copies replace the converted weights.
 
         Weights without a float32 copy are included as they are. A run at a different level can
         therefore resume from this state.
@@ -314,10 +314,10 @@ def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
 
 
 def agree_on_amp(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
-    """Return the result of `choose_amp` that all ranks use, and the ranks without bfloat16.
+    """Return the configuration that all ranks use, and the ranks that do not support bfloat16.
 
-    If ranks computed in different formats, they would add up gradients of different precision. All
-    ranks must call this together.
+    If `choose_amp` returns O0 on any rank, all ranks use O0. Ranks that computed in different
+    formats would add up gradients of different precision. All ranks must call this together.
     """
     own = choose_amp(config, device)
     if config.level is not AmpLevel.AUTO:

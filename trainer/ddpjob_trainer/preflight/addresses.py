@@ -36,10 +36,10 @@ class NodeAddress:
 def own_address(group: Group) -> NodeAddress:
     """Return this node's addresses, without a listener.
 
-    If GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface, the address is that interface's.
-    If neither does, it is the address that gloo would choose. If that is a loopback address
-    although there are several nodes, the address that this node uses to reach rank 0 replaces it.
-    Raises OSError if the named interface does not exist.
+    If GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface, the node's address is the
+    address of this interface. Otherwise, it is the address that gloo would choose. If gloo would
+    choose a loopback address although there are several nodes, the address from which this node
+    reaches rank 0 is used instead. Raises OSError if the named interface does not exist.
     """
     named, nccl = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("NCCL_SOCKET_IFNAME", "")
     address = gloo = _address_of(named) if named else _host_address()
@@ -75,7 +75,7 @@ def _address_of(name: str) -> str:
 def _nccl_interface(wanted: str) -> str:
     """Return the name of the first interface that matches NCCL_SOCKET_IFNAME.
 
-    The variable contains prefixes of names, or whole names after `=`.
+    The variable contains prefixes of names or, after `=`, whole names.
     """
     exact, words = wanted.startswith("="), [word.partition(":")[0] for word in wanted.removeprefix("=").split(",")]
     matches = (n for n in interfaces() if any(n == word if exact else n.startswith(word) for word in words))
@@ -85,8 +85,8 @@ def _nccl_interface(wanted: str) -> str:
 def _host_address() -> str:
     """Return the address that torch's gloo would choose for this host.
 
-    This is the first of the addresses that the host's name resolves to and that belong to this
-    machine. If none does, it is the loopback address.
+    gloo chooses the first address of the host's name that belongs to this machine. If there is
+    none, gloo chooses the loopback address.
     """
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):

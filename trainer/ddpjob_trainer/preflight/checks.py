@@ -92,9 +92,9 @@ def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
     """Return the nodes at fault: as few as possible, but at least one in each failing pair.
 
     A pair is (source, target). The result maps each node at fault to its failing directions. The
-    node in most failing pairs is chosen first. If only one direction between two nodes fails, the
-    target is blamed, because firewalls mostly filter incoming traffic. If both directions fail,
-    nothing shows which of the two nodes is at fault, so both are named.
+    node in the largest number of failing pairs is chosen first. If only one direction between two
+    nodes fails, the target is blamed, because firewalls mostly filter incoming traffic. If both
+    directions fail, nothing shows which of the two nodes is at fault, so both are named.
     """
     pairs = set(failing)
     remaining, found = set(pairs), set[int]()
@@ -112,7 +112,7 @@ def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
 def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
     """Return the directions in which a node's connections fail: "in", "out", or "in and out".
 
-    The node's pairs with nodes that are not blamed are decisive. If there are no such pairs, all of
+    Only the failing pairs with nodes that are not blamed count. If there are no such pairs, all of
     the node's failing pairs count.
     """
     own = {pair for pair in pairs if node in pair}
@@ -124,8 +124,8 @@ def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
 def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, NodeAddress], layout: Layout) -> Result:
     """Judge whether all nodes can connect to each other. A FAIL names the nodes at fault.
 
-    `contacts` maps the leader of a source node to its contacts, each of them under the leader of
-    the target node.
+    `contacts` maps each source node's leader to its contacts, which are keyed by the target node's
+    leader.
     """
     pairs = len(listeners) * (len(listeners) - 1)
     if pairs == 0:
@@ -191,10 +191,10 @@ def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float
 
 
 def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout) -> Result:
-    """Return FAIL if the nodes' checkpoint folders contradict the setting checkpoint.shared.
+    """Return FAIL if the nodes' checkpoint folders contradict checkpoint.shared.
 
-    `sees` states for the leader of each other node whether it sees the file that rank 0 wrote.
-    `path` is the checkpoint folder. It is empty if rank 0 could not write there.
+    Rank 0 has written a file. `sees` maps the leader of each other node to whether it sees this
+    file. `path` is the checkpoint folder, or empty if rank 0 could not write there.
     """
     name = "shared folder"
     if not sees:
@@ -211,7 +211,7 @@ def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout
 
 
 def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, backend: str, least: float) -> Result:
-    """Return FAIL if a sum is wrong, failed or missing, and WARN below `least` GB/s.
+    """Return FAIL if a sum is wrong or missing, and WARN if the bandwidth is below `least` GB/s.
 
     `stages` contains the last notes of the ranks that have not reported a sum.
     """

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
             report.write(Path(name))
 
     late_dynamo.put_off()
-    fast_exit.leave_fast()  # A thread waiting for a dead mount must not keep the process alive.
+    fast_exit.leave_fast()  # A thread that waits for a dead mount must not keep the process alive.
     from ddpjob_trainer.preflight.conduct import conduct
 
     try:

@@ -33,7 +33,8 @@ _NEEDED_FOR_A_GROUP = {"ranks", "versions", "devices", "own address", "reachabil
 _CONNECT_SECONDS, _BYE_SECONDS, _LEAVE_SECONDS, _GRACE_SECONDS = 3.0, 3.0, 5.0, 15.0
 _NFS_SECONDS = 3.0
 """Seconds that rank 0's file may take to appear on another node. A few seconds are enough, because
-NFS asks its server about a name that it has not seen yet."""
+an NFS client asks its server about a name that the client has not seen yet.
+"""
 
 
 def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], None]) -> str:

@@ -91,7 +91,7 @@ class Exchange:
         self.store = dist.PrefixStore("preflight", store)  # type: ignore[attr-defined]
 
     def stage(self, text: str) -> None:
-        """Leave a note that this rank has joined, and that it is doing what `text` says."""
+        """Leave a note that this rank has joined, with `text` as its current activity."""
         self.post("stage", {**self._hello, "at": text})
 
     def post(self, key: str, value: Any) -> None:
@@ -117,7 +117,7 @@ class Exchange:
         return found[key]
 
     def gather(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """Return the notes `key` of those ranks that have left one within `seconds`."""
+        """Return the notes named `key` that the ranks `ranks` leave within `seconds`."""
         keys = {f"{key}/{rank}": rank for rank in sorted(ranks)}
         found = self._await(list(keys), seconds)
         return {rank: found[key] for key, rank in keys.items() if key in found}

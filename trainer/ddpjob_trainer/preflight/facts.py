@@ -74,7 +74,7 @@ def versions(_: Context) -> RankFinding:
 
 
 def _implementation() -> str:
-    """Return which of torch's two implementations the backend "nccl" has (nccl2 since torch 2.15).
+    """Return which of torch's two implementations the "nccl" backend has (nccl2 since torch 2.15).
 
     All ranks need the same implementation.
     """
@@ -217,7 +217,7 @@ def count(root: Path, seconds: float) -> dict[str, str]:
 def shared_memory(context: Context) -> RankFinding:
     """Compare the size of /dev/shm with the memory that loader processes need there.
 
-    Loader processes keep a few batches ahead for each rank, as uint8.
+    For each rank, loader processes keep a few batches ready in /dev/shm, as uint8.
     """
     group, data, needed = context.group, context.config.data, 0
     if data.size_key and data.workers:
@@ -278,9 +278,9 @@ def limits(context: Context) -> RankFinding:
 class Check:
     """A check that each rank, or each node's first rank, runs without the other ranks.
 
-    If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the values in
-    the findings that must not differ between ranks. For each name, it states the status and the
-    remedy for ranks that differ. In such a remedy, {norm} stands for the most common value.
+    If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the values that
+    must not differ between ranks. It maps each name to (status, remedy) for ranks that differ. In
+    this remedy, {norm} stands for the most common value.
     """
 
     name: str

@@ -24,8 +24,8 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.preflight.addresses import NodeAddress
 
 _PAYLOAD = 64 * 1024
-"""Bytes sent in each direction. A path that drops full packets (wrong MTU) still passes the small
-packets that open a connection.
+"""Number of bytes sent in each direction. They fill several packets, because a path that drops full
+packets (wrong MTU) still passes the small packets that open a connection.
 """
 _AT_A_TIME, _ROUND_TRIPS = 64, 5
 _SMALL, _LARGE = 2**18, 2**22  # Numbers of float32 elements: 1 MiB and 16 MiB.
@@ -95,7 +95,7 @@ def _exactly(connection: BufferedIOBase, size: int) -> bytes:
 
 
 def connect(where: NodeAddress, seconds: float) -> Contact:
-    """Connect to a node's listener, ask it for its time, then exchange full packets with it.
+    """Connect to a node's listener, ask for its time, then exchange full packets.
 
     The time is computed from the shortest of several round trips (Cristian 1989).
     """
@@ -134,9 +134,9 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
 
 
 def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> dict[int, Contact]:
-    """Try to connect to all other nodes, to many of them at the same time.
+    """Try to connect to all other nodes, many at a time.
 
-    Each node begins with a different one of the other nodes.
+    Each node begins with the node after itself, so no two nodes begin with the same node.
     """
     others = sorted(listeners, key=lambda target: (target < me, target))
     others = [target for target in others if target != me]

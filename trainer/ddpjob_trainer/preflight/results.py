@@ -16,7 +16,7 @@ from ddpjob_trainer.errors import PreflightError
 
 
 class Status(enum.StrEnum):
-    """The outcomes of a check, from the worst to the best."""
+    """The outcomes of a check, from worst to best."""
 
     FAIL = "FAIL"
     WARN = "WARN"
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def leaders(self) -> list[int]:
-        """The leaders that have joined themselves."""
+        """The nodes' leaders, except leaders that have not joined."""
         return sorted(rank for rank, leader in self.leader.items() if rank == leader)
 
     def nodes(self, ranks: Iterable[int]) -> tuple[str, ...]:

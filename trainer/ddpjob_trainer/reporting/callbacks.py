@@ -74,7 +74,7 @@ class Callbacks:
     def call(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Call `method` on each callback that has it.
 
-        Return the results by the callbacks' names. Raises TrainingError if a call fails.
+        Return the results, keyed by callback name. Raises TrainingError if a call fails.
         """
         results = {}
         for name, own in self._own.items():
@@ -113,8 +113,8 @@ class Callbacks:
     def metrics(self, name: str, sums: torch.Tensor, taken: Collection[str]) -> dict[str, float]:
         """Return the metrics that a callback computes from its sums.
 
-        Raises TrainingError if there are too many of them, or if a metric has a name that is in
-        `taken` or that has another meaning.
+        Raises TrainingError if there are too many metrics, or if the name of a metric is too long,
+        is in `taken`, or already has another meaning.
         """
         with explain(_KEY, name, "on_test_end", TrainingError):
             found = {str(key): float(value) for key, value in self._own[name].on_test_end(sums).items()}
@@ -138,8 +138,8 @@ class Callbacks:
     def load(self, states: Mapping[str, Any]) -> list[str]:
         """Give each callback its state from a checkpoint.
 
-        Return notes about callbacks whose state is missing in the checkpoint, and about states that
-        are not used.
+        Return notes about callbacks whose state is missing from the checkpoint, and about states
+        that are not used.
         """
         kept = self.having("state_dict")
         for name in kept:
@@ -201,7 +201,8 @@ class _CallbackSums:
         result, own = self._inner.reduce(group, counted, unreadable), dict[str, float]()
         for name in self._callbacks.having("on_test_batch"):
             sums = self._sums.get(name)
-            # A rank without test samples has no sums, so it does not know how many sums there are.
+            # A rank without test samples has no sums, and does not know how many sums other ranks
+            # have.
             counts = set(group.gather(-1 if sums is None else len(sums))) - {-1}
             _check_counts(name, counts)
             total = group.sum(torch.zeros(max(counts, default=0), dtype=torch.float64) if sums is None else sums)

@@ -18,8 +18,8 @@ from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.model.models import build_model, is_own
 
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    # Each row contains a pattern of the device's name, and its dense 10^12 FLOP/s in 16-bit
-    # formats, TensorFloat-32 and float32. The numbers are from NVIDIA's data sheets, without
+    # Each row contains a pattern for a device's name, and the device's peak in 10^12 FLOP/s in
+    # 16-bit formats, TensorFloat-32 and float32. The peaks are from NVIDIA's data sheets, without
     # sparsity.
     (r"H100 PCIe", 756, 378, 51),
     (r"H100 NVL", 835, 417, 60),
@@ -37,7 +37,7 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 
 def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
-    """Return the peak FLOP/s of a GPU that computes in `dtype`; 0 if it is unknown.
+    """Return the peak FLOP/s of a GPU that computes in `dtype`, or 0 if the peak is unknown.
 
     `name` is the result of torch.cuda.get_device_name.
     """
@@ -50,9 +50,10 @@ def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
 
 
 def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of a device: report.peak_flops if it is set.
+    """Return the peak FLOP/s of a device, or 0 if the peak is unknown.
 
-    If it is not set, the device's name determines the peak. The result is 0 if the peak is unknown.
+    The peak is the value of report.peak_flops. If this key is not set, the device's name determines
+    the peak.
     """
     if config.report.peak_flops or device.type != "cuda":
         return config.report.peak_flops
@@ -60,9 +61,9 @@ def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> flo
 
 
 def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
-    """Return the result of `flops_per_sample`, which is cached in RUN/flops.json.
+    """Return the result of `flops_per_sample`, and cache it in RUN/flops.json.
 
-    Counting takes most of a second, and without the cache, every restart would wait for it. For a
+    Counting takes most of a second. Without the cache, every restart would wait for it. For a
     user's own model, the count is not cached, because the model's code may change before the next
     run. Only rank 0 calls this, because rank 0 does the reporting.
     """
@@ -82,13 +83,15 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
 
 
 def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
-    """Return the FLOPs of a forward and backward pass for one sample; 0 if they are unknown.
+    """Return the FLOPs of a forward and backward pass for one sample, or 0 if they are unknown.
 
     torch's counter counts a multiplication and an addition as two operations. Nothing is computed,
     because the model is created without values. If a user's own model needs values, the result is
-    0. This function must be called before the ranks have joined. In that case, a model that
-    communicates with its peers gets an error. After the ranks have joined, such a model would wait
-    for ranks that do not call this function.
+    0.
+
+    Must be called before the ranks have joined. Until then, a model that communicates with its
+    peers gets an error, and the result is 0. Later, such a model would wait for ranks that do not
+    call this function.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

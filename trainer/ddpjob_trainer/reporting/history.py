@@ -14,8 +14,8 @@ from ddpjob_pod.metrics_log import METRICS
 from ddpjob_trainer.errors import TrainerError
 
 _OF_EVERY_JOB = ("run", "checkpoints", "")
-"""Names of folders that occur in every job. Such names do not distinguish runs, so they are not
-used as titles.
+"""Folder names that occur in every job. Such names do not distinguish runs, so they are not used as
+titles.
 """
 
 
@@ -42,7 +42,7 @@ class History:
     def restarts(self) -> int:
         """Number of restarts.
 
-        The start of a later job that continues in the folder is not a restart.
+        If a later job continues in the folder, its first start does not count as a restart.
         """
         return sum(map(_is_restart, self.incarnations, self.incarnations[1:]))
 
@@ -85,7 +85,7 @@ def read(run: Path) -> History:
     """
     path = run / METRICS if run.is_dir() else run
     if run.is_dir() and not path.is_file():
-        # `run` is a checkpoint.dir, or the folder `checkpoints` in a run folder.
+        # `run` is a checkpoint.dir, or the `checkpoints` folder in a run folder.
         folder = run.resolve()
         near = [folder / "run", *([folder.parent] if folder.name == "checkpoints" else [])]
         path = next((place / METRICS for place in near if (place / METRICS).is_file()), path)
@@ -149,10 +149,10 @@ def _place_epochs(history: History) -> None:
 
 
 def _spread(steps: list[int], epochs: dict[int, float]) -> dict[int, float]:
-    """Return each step's position in epochs, with an epoch's steps spread evenly over it.
+    """Return each step's position in epochs, with the steps of each epoch spread evenly.
 
     `epochs` maps each step to its epoch. The last epoch may be unfinished, so it is assumed to be
-    at least as long as the previous one.
+    at least as long as the previous epoch.
     """
     ends: dict[float, int] = {}
     for step in steps:

@@ -1,7 +1,7 @@
 """The ledger, in which each rank records the samples of each step as one JSON line.
 
-The line is flushed before gradients are exchanged. So a step that was executed on any rank is
-recorded on all ranks, even if a rank is killed in the middle of the step.
+The line is flushed before the ranks exchange gradients. A step that was executed on any rank is
+therefore recorded on all ranks, even if a rank is killed in the middle of the step.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Ledger:
     def start(self, step: int, size: int, epochs: int, repeats: int = 1) -> None:
         """Record that this process starts or resumes training after `step` steps.
 
-        The training set has `size` samples, and training has `epochs` epochs. With `repeats` > 1,
-        the steps' sample numbers stand for versions of samples, `sample + repeat * size`.
+        The training set has `size` samples, and training has `epochs` epochs. If `repeats` is above
+        1, the number `sample + repeat * size` in a step stands for one version of `sample`.
         """
         about = {"job": self._job, "rank": self._group.rank, "world": self._group.world, "size": size, "epochs": epochs}
         self._write({"start": step, **about, **({"repeats": repeats} if repeats > 1 else {})})
@@ -70,10 +70,7 @@ class Ledger:
         )
 
     def left_out(self, number: int) -> None:
-        """Record that global step `number` was skipped.
-
-        The reason is a loss or gradient that was not finite.
-        """
+        """Record that global step `number` was skipped for a non-finite loss or gradient."""
         self._write({"leftOut": number})
 
     def unreadable(self, number: int, images: int) -> None:
@@ -104,7 +101,7 @@ class Ledger:
 
 @contextmanager
 def _writing(path: Path | str) -> Iterator[None]:
-    """Raise LedgerError if a line cannot be written inside this `with`.
+    """Raise LedgerError if a line cannot be written within this context.
 
     A ledger with a gap would not prove anything.
     """

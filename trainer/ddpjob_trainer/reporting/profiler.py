@@ -48,7 +48,10 @@ class Profile:
         self._profiler.start()
 
     def close(self) -> None:
-        """Write the profile of the steps so far, if training ends during the profiled steps."""
+        """Write the profile of the steps so far.
+
+        Needed if training ends during the profiled steps.
+        """
         if self._profiler is not None:
             profiler, self._profiler, self._count = self._profiler, None, 0
             profiler.stop()

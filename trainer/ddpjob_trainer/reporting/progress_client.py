@@ -28,7 +28,7 @@ class ProgressClient(Outbox):
         self._copies: dict[str, float] | None = None
         self._activity: str | None = None
         self._said: str | None = None  # The activity that was last sent; None for steps.
-        # The newest stragglers. None before the first call to `post_stragglers`.
+        # The latest stragglers. None before the first call to `post_stragglers`.
         self._stragglers: list[dict[str, float]] | None = None
         # The coordinator instance that last received stragglers, and the stragglers that it
         # received.
@@ -42,7 +42,7 @@ class ProgressClient(Outbox):
         return cls(job.coordinator, job.token) if job.coordinator else None
 
     def post(self, progress: dict[str, Any]) -> None:
-        """Send `progress` with the next post, in place of progress that has not been posted."""
+        """Send `progress` with the next post, replacing progress that has not been posted yet."""
         with self._changed:
             self._newest = progress
             self._changed.notify()
@@ -67,10 +67,10 @@ class ProgressClient(Outbox):
             self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
-        """Send what this process is doing instead of taking steps.
+        """Send `activity`, which keeps this process from taking steps.
 
-        If `activity` is None, this process takes steps. An activity that ends within a second is
-        not sent. With `again`, the current activity is posted again as a sign of life.
+        None means that the process takes steps again. An activity that ends within a second is not
+        sent. If `again` is set, the current activity is sent again as a sign of life.
         """
         with self._changed:
             self._activity = activity
@@ -107,8 +107,8 @@ class ProgressClient(Outbox):
     def _send_stragglers(self) -> None:
         """Send the stragglers in a separate post.
 
-        This method is called after each post of progress. The method sends the same stragglers
-        again until a coordinator has responded.
+        Called after each post of progress. Until a coordinator has responded, each call sends the
+        same stragglers again.
         """
         stragglers = self._stragglers
         if stragglers is None or (self._poster.instance, stragglers) == self._said_stragglers:

@@ -45,14 +45,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Machines:
-    """Figures of the ranks' machines since the last report. Each sequence has one figure per rank.
+    """Figures of the ranks' machines since the last report.
 
-    `own` is the time in seconds that a rank itself works per step (0 if the time cannot be
-    measured), and `even` is the time that it would work for an even share of the batch. `data` is
-    the share of time that it spends waiting for data, and `memory` is its peak number of bytes so
-    far. `phases` contains the seconds that this rank spends in each phase of a step. `flops` is the
-    number of FLOPs per sample, and `peak` the FLOP/s of all devices together; 0 means unknown.
-    `stages` has the same meaning as in `Strategy`.
+    Each sequence has one figure per rank.
+
+        own      seconds per step that a rank itself works; 0 if they cannot be measured
+        even     seconds per step that a rank would work for an even share of the batch
+        data     share of a rank's time that is spent waiting for data
+        memory   peak number of bytes that a rank has used so far
+        phases   seconds that this rank spends in each phase of a step
+        flops    FLOPs per sample; 0 means unknown
+        peak     FLOP/s of all devices together; 0 means unknown
+        stages   as in `Strategy`
     """
 
     own: Sequence[float]
@@ -130,8 +134,8 @@ class Reporter:
         self._files = EvaluationFiles(config.run_dir / FOLDER, config.eval, class_names) if group.rank == 0 else None
         self._window_began = time.perf_counter()
         self._waited = 0.0
-        # Number of samples that this process has trained, and the seconds that this took, without
-        # evaluations and checkpoints.
+        # Number of samples on which this process has trained, and the seconds spent on these
+        # samples, without evaluations and checkpoints.
         self._samples, self._seconds = 0, 0.0
         self._pace = Pace(least=1)
         self._pace.add(0, 0.0)
@@ -139,8 +143,9 @@ class Reporter:
         self._evaluation: Evaluation | None = None
         self._checkpoint_time: float | None = None
         self.copies: Mapping[str, float] = {}
-        """What is known about the checkpoints' copies in checkpoint.url (copyStep, copyTime,
-        copyBehind)."""
+        """Figures about the copies of checkpoints in checkpoint.url (copyStep, copyTime,
+        copyBehind).
+        """
 
     def start(
         self,
@@ -156,8 +161,8 @@ class Reporter:
         If training is slow, `warning` states why. `precision` is the dtype of computations, and
         `notes` contains other useful facts. `step + left` becomes the total number of steps,
         because a restart with a different batch size may change the total. If the checkpoint has
-        more complete epochs than are configured, the checkpoint's number becomes the total number
-        of epochs.
+        more complete epochs than are configured, its number of complete epochs becomes the total
+        number of epochs.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -196,7 +201,7 @@ class Reporter:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Report the activity that training pauses for inside this `with`.
+        """Report `activity` while training pauses for it within this context.
 
         Without the report, the pause would look like a hang.
         """
@@ -212,7 +217,7 @@ class Reporter:
             self._link.post_activity(None)
 
     def alive(self) -> None:
-        """Report that the current activity is making progress. Do so at most every few seconds."""
+        """Report that the current activity is making progress, but at most every few seconds."""
         if self._link is not None and self._activity is not None and time.monotonic() - self._alive > _ALIVE_SECONDS:
             self._alive = time.monotonic()
             self._link.post_activity(self._activity, again=True)
@@ -235,7 +240,7 @@ class Reporter:
         corrupt_images: int = 0,
         machines: Machines | None = None,
     ) -> None:
-        """Report that `samples` samples were trained since the last report, with mean loss `loss`.
+        """Report training on `samples` samples since the last report, with the mean loss `loss`.
 
         `samples_left` samples remain until the end of training.
         """
@@ -414,7 +419,7 @@ class Reporter:
             self._log.write(event, round=self._plan.round, **fields)
 
     def _scalars(self) -> dict[str, float]:
-        """Return the numbers of the newest evaluation, by their names in the job's metrics."""
+        """Return the numbers of the latest evaluation, keyed by name in the job's metrics."""
         if self._evaluation is None:
             return {}
         scalars = self._evaluation.scalars()
@@ -453,7 +458,7 @@ def _found(evaluation: Evaluation) -> str:
 
 
 def _optional(status: TrainingStatus) -> dict[str, float]:
-    """Return those optional numbers that are present, by their names in metrics.jsonl."""
+    """Return the optional numbers that are present, keyed by name in metrics.jsonl."""
     norm = {} if status.gradient_norm is None else {"gradientNorm": status.gradient_norm}
     skipped = {"skippedSteps": status.skipped_steps} if status.skipped_steps else {}
     share = {} if status.mfu is None else {"mfu": round(status.mfu, 4)}
@@ -461,7 +466,7 @@ def _optional(status: TrainingStatus) -> dict[str, float]:
 
 
 def _values(status: TrainingStatus) -> dict[str, float | None]:
-    """Return the numbers of a status, by their names in the sinks."""
+    """Return the numbers of a status, keyed by name in the sinks."""
     return {
         "train/step": status.step,
         "train/epoch": status.epoch,
@@ -483,7 +488,7 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Return each rank's own seconds per step, by their names in the sinks.
+    """Return each rank's own seconds per step, keyed by name in the sinks.
 
     If there are more than 64 ranks, only the first 64 are included.
     """

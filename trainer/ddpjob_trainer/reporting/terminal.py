@@ -44,11 +44,11 @@ class TrainingStatus:
     mfu: float | None = None
     """Share of the devices' peak FLOP/s that the model uses; None if unknown."""
     memory: float = 0.0
-    """Largest peak number of bytes that any rank has used."""
+    """Peak number of bytes on the rank that has used the most memory."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds that a step on rank 0 spends in each phase."""
     checkpoint_time: float | None = None
-    """Unix time at which this incarnation's newest checkpoint was completely on disk."""
+    """Unix time at which this incarnation's latest checkpoint was completely on disk."""
 
     def line(self) -> str:
         """Return the status as one plain line."""
@@ -95,7 +95,7 @@ class ProgressLines:
         self._interval, self._next = interval, 0.0
 
     def show(self, status: TrainingStatus) -> None:
-        """Print the status, unless the last one was printed less than `interval` seconds ago."""
+        """Print the status, unless a status was printed less than `interval` seconds ago."""
         if (now := time.monotonic()) >= self._next:
             self._next = now + self._interval
             print(status.line(), flush=True)

@@ -1,7 +1,7 @@
 """The strategies, one file each; `contrib` contains the strategies with less support.
 
-A new strategy is a subclass of `strategy.Strategy`, a name in `config.sections.StrategyName` and a
-line in `registry`.
+To add a strategy, write a subclass of `strategy.Strategy`, add its name to
+`config.sections.StrategyName`, and add a line to `registry`.
 """
 
 from ddpjob_trainer.strategies.registry import enter, open_strategy

@@ -10,8 +10,9 @@ the same weights. Padding them instead would change the statistics of batch norm
 Example: with 203 samples and data.batch=32, an epoch has six compiled steps of 32 samples and one
 eager step of 11 samples. Training and evaluation are compiled once each, and never again.
 
-In the mode reduce-overhead, torch replays a region as CUDA graphs. The optimizer stays outside: its
-fused kernels take one launch, and its learning rate is a number, which is not part of a graph.
+In reduce-overhead mode, torch replays a region as CUDA graphs. The optimizer stays outside the
+region, because its fused kernels take only one launch, and because its learning rate is a plain
+number, which is not part of a graph.
 
 Rejected: `torch.compile(optimizer.step)` with a tensor as the learning rate. torch 2.15 does not
 compile fused optimizers: the graph breaks, nothing is compiled, and a step of SGD takes 0.19 ms of

@@ -58,7 +58,7 @@ def refuse_scalars(model: nn.Module, strategy: str) -> None:
 
 
 class Strategy:
-    """Trains a model on one rank. Subclasses override only the methods in which they differ."""
+    """Trains a model on one rank. Subclasses override only what they do differently."""
 
     model: nn.Module
     """The whole model, or this rank's stage of it. The model is never wrapped; see `network`."""
@@ -76,8 +76,8 @@ class Strategy:
     """Whether every rank must run the same number of micro-batches in a step, because the ranks
     communicate in each pass."""
     divides = False
-    """Whether several ranks can share a micro-batch. They do so if some ranks would otherwise be
-    idle.
+    """Whether several ranks can share a micro-batch. Ranks share micro-batches only if some ranks
+    would otherwise be idle.
     """
     recomputes = False
     """Whether the backward pass repeats the forward pass. If it does, the forward pass cannot
@@ -200,7 +200,7 @@ class Strategy:
         return total
 
     def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
-        """Add one micro-batch's gradients to those of the step's earlier micro-batches.
+        """Add one micro-batch's gradients to the gradients of the step's earlier micro-batches.
 
         Return the micro-batch's sum of losses.
         """
@@ -360,8 +360,8 @@ class Strategy:
 def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
     """Concatenate the weights' gradients, followed by one flag for each weight.
 
-    The flag is 1 if the weight has a gradient. If it has none, its gradient is replaced by zeros,
-    and the flag is 0.
+    The flag is 1 if the weight has a gradient. A weight without a gradient contributes zeros, and
+    its flag is 0.
     """
     found = torch.tensor([weight.grad is not None for weight in weights]).to(weights[0])
     gradients = [(torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten() for weight in weights]

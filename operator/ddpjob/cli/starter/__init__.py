@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[A-Za-z][-\w./:@]*\w")
 
 
 def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int) -> Iterator[str]:
-    """Write job.yaml, and also the script if it does not exist yet, and yield the lines to print.
+    """Write job.yaml and, if the script does not exist yet, the script. Yield the lines to print.
 
     If job.yaml already exists, or if the API server would refuse the job, raise Mistake and write
     nothing.
@@ -72,7 +72,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
 def check_script(script: Path) -> tuple[bool, list[str]]:
     """Return whether the script's ranks form a group, and lines of advice to print.
 
-    The script is read but not executed. Raises Mistake if it cannot be opened.
+    The script is read but not executed. Raises Mistake if the script cannot be opened.
     """
     _check_suffix(script)
     try:
@@ -86,7 +86,10 @@ def check_script(script: Path) -> tuple[bool, list[str]]:
 
 
 def _check_suffix(script: Path) -> None:
-    """Raise Mistake for a file such as a notebook, which may even be valid Python."""
+    """Raise Mistake unless the script's name ends in .py.
+
+    Checking the content is not enough, because even a notebook may be valid Python.
+    """
     if script.suffix != ".py":
         raise Mistake(f"{script}: the script's name must end in .py")
 
@@ -107,7 +110,7 @@ def _create(path: Path, text: str) -> None:
 
 
 def _file(name: str) -> str:
-    """Return the text of one of the template files in this package.
+    """Return the text of a template file in this package.
 
     The names of these files end in `-tpl`, so that linters and importers do not take them for
     modules.
@@ -116,9 +119,9 @@ def _file(name: str) -> str:
 
 
 def _scalar(text: str) -> str:
-    """Return the text in the form in which YAML reads it as a string.
+    """Return the text in a form that YAML reads as a string.
 
-    If YAML could read the plain text as anything else, it is quoted as in JSON.
+    The text is quoted as in JSON if YAML could read it as a value of a different type.
     """
     plain = _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str)
     return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())

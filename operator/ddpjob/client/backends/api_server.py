@@ -34,7 +34,7 @@ MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
 """Maximum size, in bytes, of one page of a list that an in-cluster dashboard reads for its viewers.
 A page may be larger only if it has a single object. The Python objects parsed from a page can take
-30 times as much memory as its text."""
+30 times as much memory as the page's text."""
 _parsing = threading.Lock()
 """A thread holds this lock while it parses and shapes objects. Otherwise, many viewers' threads
 could each parse a large object at the same time and exhaust the memory."""
@@ -138,7 +138,7 @@ class ApiServer:
         return self._parsed(response, text)
 
     def optional(self, path: str, absent: Collection[int] = (403, 404)) -> Json | None:
-        """Return the JSON response to a GET request; None if its HTTP status is in `absent`.
+        """Return the JSON response to a GET request; None if the response's status is in `absent`.
 
         By default, None therefore means that the object does not exist, or that the user is not
         permitted to read it.

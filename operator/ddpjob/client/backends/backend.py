@@ -19,8 +19,8 @@ LINE_BYTES = 1 << 20
 """Maximum size of a log line in bytes. The rest of the line is cut off."""
 
 SILENCE_SECONDS = 15.0
-"""A followed log's connection is closed and reopened after this many seconds of silence, if
-`LogOptions.stop` is set. `stop` is checked only after each line and at each reconnection."""
+"""If `LogOptions.stop` is set, a followed log's connection is closed and reopened after this many
+seconds of silence. `stop` is checked only after each line and at each reconnection."""
 
 METRICS = "run/metrics.jsonl"
 """File with the training metrics, in the job's checkpoint folder."""
@@ -176,8 +176,8 @@ class Backend(Protocol):
     local: bool
     """Whether jobs run on this machine, with its files and its Python."""
     notes: list[str]
-    """Notes for the user. They name jobs that are missing from the last list, and explain why
-    `changes` currently gets no response."""
+    """Notes for the user about jobs that are missing from the last list, and about why `changes`
+    currently gets no response."""
     whole: bool
     """Whether `jobs` and `changes` include the large fields of oversized specs, which the operator
     refuses. The default is False, because these fields can take a hundred times as much memory as

@@ -57,11 +57,11 @@ _WAITING_TO_START = 400
 _PREPARED = ("ContainerCreating", "PodInitializing")
 """States of a pod whose containers do not report their own state yet."""
 _WARNED_PODS = 3
-"""Maximum number of pods whose events are read to find out why they have not started. Other
-starting pods are usually waiting for the same reasons."""
+"""Maximum number of starting pods whose events are read to find out what the pods are waiting for.
+Other starting pods are usually waiting for the same reasons."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum size, in bytes, of the output of a command in a pod. It is twice METRICS_BYTES."""
+"""Maximum size, in bytes, of the output of a command in a pod. The limit is twice METRICS_BYTES."""
 _PRINTED = (b"\x01", b"\x02")
 """WebSocket channels for standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")

@@ -186,8 +186,7 @@ def _stamp(folder: Path) -> tuple[float, ...]:
 def _as_job(name: str, left: LeftBehind) -> Json:
     """Build a DDPJob from a record.
 
-    The record contains only part of the job's status. From the spec, it contains only the number of
-    nodes.
+    The record contains only part of the job's status and, from the spec, only the number of nodes.
     """
     metadata: Json = {"name": name, "namespace": left.namespace or "default", "uid": left.uid}
     spec: Json = {"image": "", "nodes": 1, "gpusPerNode": 0}

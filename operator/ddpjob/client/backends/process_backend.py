@@ -271,9 +271,8 @@ class ProcessBackend:
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
         """Start `ddpjob run` in the background.
 
-        The last manifest is the job. The other manifests are ConfigMaps, whose contents are written
-        as files into the folder `code` in the job's folder. With `fresh`, the job starts from
-        scratch.
+        The last manifest is the job. The other manifests are ConfigMaps, whose contents become
+        files in the `code` folder in the job's folder. With `fresh`, the job starts from scratch.
         """
         *code, job = manifests
         # with_defaults turns a generateName into a name.
@@ -302,7 +301,7 @@ class ProcessBackend:
         with output.open("wb") as log:
             run = subprocess.Popen(
                 # -P prevents imports from the current folder, which contains the job's own files.
-                # The command `ddpjob` does not import from the current folder either.
+                # The `ddpjob` command does not import from the current folder either.
                 [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest), *(["--fresh"] if fresh else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
@@ -330,8 +329,8 @@ class ProcessBackend:
     def delete(self, name: str) -> None:
         """Stop the job and remove its record and logs.
 
-        Training data and checkpoints are kept, including checkpoints that --fresh has set aside.
-        Checkpoints are deleted only if all runs that used them had whenDeleted: Delete.
+        Training data is kept. Checkpoints, including those that --fresh has set aside, are deleted
+        only if all runs that used them had whenDeleted: Delete.
         """
         self.stop(name, now=True)
         folder = self.folder(name)

@@ -54,10 +54,11 @@ def ranks_per_node(body: Json) -> int:
 def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range] | None = None) -> dict[str, range]:
     """Return the global ranks of each pod that trains or has trained. Spares have no ranks.
 
-    Ranks are numbered as `_by_rank` orders the pods. The ranks change only when the status in
-    `body` shows that a new group has formed. Until then, each slot keeps its ranks from `known`,
-    which is the previous result. A slot that is not in `known` gets the ranks that it would have if
-    all slots trained, including slots whose pods have ended.
+    Ranks are numbered in the status's rank order or, if that order does not fit the pods, in slot
+    order. The ranks change only when the status in `body` shows that a new group has formed. Until
+    then, each slot keeps its ranks from `known`, which is the previous result. A slot that is not
+    in `known` gets the ranks that it would have if all slots trained, including slots whose pods
+    have ended.
     """
     per_node = ranks_per_node(body)
     status = JobStatus.read(body.get("status") or {})

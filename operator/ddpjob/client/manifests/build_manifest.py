@@ -22,12 +22,11 @@ from ddpjob.client.manifests.git_commit import resolve
 from ddpjob.local.paths import job_folder
 
 SOURCE = "function.py"
-"""Name of the file that contains JobRequest.source. The name must differ from the modules that
-scripts import. The script's folder is on sys.path, so the file would hide a module with the same
-name."""
+"""Name of the file that contains JobRequest.source. Scripts must not import a module with this
+name, because the script's folder is on sys.path and the file would hide the module."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum total size in bytes of the files in a ConfigMap. An API object can have at most 1 MiB,
-including its metadata."""
+"""Maximum total size, in bytes, of the files in a ConfigMap. An API object, including its metadata,
+can have at most 1 MiB."""
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -35,12 +34,12 @@ _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A user's request for a new job. For each empty field, the job gets the default of the CRD."""
+    """A user's request for a new job. Empty fields get the CRD's defaults."""
 
     program: str
     source: str = ""
-    """The text of a script that is not in a file. If `source` is set, `program` is the name of the
-    script."""
+    """The text of a script, for a script that is not in a file. If `source` is set, `program` is
+    the script's name."""
     args: Sequence[str | os.PathLike[str]] = ()
     image: str = ""
     name: str = ""
@@ -59,7 +58,7 @@ class JobRequest:
     Kubernetes node.
     """
     entry: str | os.PathLike[str] = ""
-    """The script to start, if the program is a folder."""
+    """The script to start if the program is a folder."""
     code: str = ""
     """The s3:// folder for code that is too large for a ConfigMap.
 
@@ -80,10 +79,10 @@ def _silent(text: str) -> None:
 def build(request: JobRequest, *, local: bool, say: Callable[[str], None] = _silent, upload: bool = True) -> list[Json]:
     """Return the objects that have to be created for a request.
 
-    The job is the last object. If `local` is true, the job runs on this machine. Such a job needs
-    no image, and its code is not copied. A folder that is too large for a ConfigMap is uploaded to
-    a bucket, unless `upload` is False. `say` is called with messages about the upload and about
-    files that are left out.
+    The job is the last object. If `local` is true, the job runs on this machine, so it needs no
+    image and its code is not copied. A folder that is too large for a ConfigMap is uploaded to a
+    bucket, unless `upload` is False. `say` is called with messages about the upload and about files
+    that are left out.
     """
     image = request.image or ("local" if local else "")
     of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
@@ -138,11 +137,10 @@ def name_after(stem: str) -> str:
 def _program(
     request: JobRequest, name: str, spec: Json, say: Callable[[str], None], *, local: bool
 ) -> tuple[list[dict[str, bytes]], Found | None]:
-    """Set `script` or `module` in `spec`.
+    """Set `script` or `module` in `spec`, and return the program's files that have to be copied.
 
-    Return the files of this program that have to be copied. The first result contains the files for
-    ConfigMaps, and the second result contains the files for an archive. At most one of the two
-    results has files. If the code is not copied, both are empty.
+    The first result contains the files for ConfigMaps, and the second contains the files for an
+    archive. At most one of the two has files, and neither has any if the code is not copied.
     """
     program, path = request.program, Path(request.program)
     if not program:
@@ -234,10 +232,10 @@ _File = tuple[str, int, Callable[[], bytes]]
 
 
 def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
-    """Read files, and return their contents by name.
+    """Read files and return their contents by name.
 
-    Raises Mistake if their total size exceeds MOST_BYTES. A file is not read if its size would
-    exceed this limit.
+    Raises Mistake if the total size of the files exceeds MOST_BYTES. A file that would exceed this
+    limit is not read.
     """
     found, size = dict[str, bytes](), 0
     for name, length, read in files:
@@ -252,10 +250,10 @@ def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
 
 
 def _keys(files: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
-    """Yield a pair for each file: its key in the ConfigMap, and its path."""
+    """Yield a pair for each file: the file's key in the ConfigMap, and its path."""
     for number, path in enumerate(files):
-        # Begin the key with a number. Without the number, two files with the same name in different
-        # folders would have the same key. The files "a_b" and "a b" would also have the same key.
+        # Begin each key with a number. Otherwise, two files with the same name in different folders
+        # would have the same key, and so would the files "a_b" and "a b".
         key = path if len(files) == 1 else f"{number}.{Path(path).name}"
         yield re.sub(r"[^-._a-zA-Z0-9]", "_", key)[:200], path
 
@@ -291,7 +289,7 @@ def _mount(spec: Json, code: Json, files: Mapping[str, bytes]) -> None:
 def _within(parent: Json, name: str, kind: type[_Kind]) -> _Kind:
     """Return the value of a field in podTemplate.
 
-    If the field is absent or null, it is first set to an empty value of the type `kind`. Raises
+    If the field is absent or null, set it to an empty value of the type `kind` first. Raises
     Mistake if the field's value has a different type.
     """
     found = parent[name] = parent.get(name) or kind()
@@ -342,10 +340,10 @@ def _set(spec: Json, path: str, value: Any) -> None:
 
 
 def _joined(path: str, old: Any, value: Any) -> Any:
-    """Return the new value.
+    """Return the new value of a field whose current value is `old`.
 
-    If both values are mappings, return the new value merged into the old value. Raises Mistake if
-    the new value would replace a list from another option.
+    Two mappings are merged, and the entries of `value` take precedence. Raises Mistake if `value`
+    would replace a list from another option.
     """
     if isinstance(old, list):
         raise Mistake(
@@ -357,7 +355,7 @@ def _joined(path: str, old: Any, value: Any) -> Any:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """Return a copy that contains only JSON types; paths become strings.
+    """Return a copy that contains only JSON types. Paths become strings.
 
     Raises Mistake for types that JSON does not have.
     """

@@ -49,16 +49,15 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""The progress of an upload is reported only if the archive has at least _PROGRESS_BYTES. There is
-at most one report in _PROGRESS_SECONDS."""
+"""The progress of an upload is reported only for archives of at least _PROGRESS_BYTES, and at most
+once every _PROGRESS_SECONDS."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files in a folder that belong in the archive, and the names of some files and links that
-    are left out.
+    """The files of a folder that belong in the archive, and names to report as left out.
 
-    The names of files that look like secrets, and of links to folders, are reported to the user.
+    The reported names are those of files that look like secrets, and of links to folders.
     """
 
     files: Mapping[str, Path]
@@ -72,7 +71,7 @@ class Found:
         return sum(path.stat().st_size + len(name) for name, path in self.files.items())
 
     def notes(self) -> Iterator[str]:
-        """Yield a sentence about skipped secrets, and one about skipped links."""
+        """Yield a sentence about skipped secrets and one about skipped links, if there are any."""
         if self.secrets:
             remedy = f"to send one, add `!NAME` to {IGNORE_FILE}"
             yield f"skipped files that look like secrets: {_some(self.secrets)}; {remedy}"
@@ -101,7 +100,7 @@ class _Pattern:
 class Patterns:
     """The patterns of an ignore file.
 
-    If several patterns match a path, the last of these patterns decides.
+    If several patterns match a path, the last of them decides.
     """
 
     lines: tuple[_Pattern, ...] = ()
@@ -112,9 +111,9 @@ class Patterns:
         return cls(tuple(found for line in lines if (found := _pattern(line)) is not None))
 
     def excludes(self, path: str, *, folder: bool) -> bool | None:
-        """Whether the patterns exclude a path below the ignore file's folder.
+        """Whether the patterns exclude a path, relative to the ignore file's folder.
 
-        If no pattern matches the path, return None.
+        The result is None if no pattern matches the path.
         """
         for line in reversed(self.lines):
             if (folder or not line.only_folders) and line.regex.fullmatch(path):
@@ -144,12 +143,12 @@ def _pattern(line: str) -> _Pattern | None:
     try:
         return _Pattern(re.compile(regex, re.DOTALL), excludes, only_folders)
     except re.error:
-        # Ignore an invalid pattern, such as the range [z-a], which would not match anything.
+        # Ignore an invalid pattern, such as the range [z-a]. It could not match anything.
         return None
 
 
 def _of_part(part: str) -> str:
-    """Translate a part of a pattern, which does not contain `/`, into a regular expression."""
+    """Translate one part of a pattern into a regular expression. A part does not contain `/`."""
     found, at = "", 0
     while at < len(part):
         letter = part[at]
@@ -212,9 +211,9 @@ class _Walk:
     def visit(self, folder: Path, inside: str, above: tuple[tuple[str, Patterns], ...]) -> None:
         """Add the files in a folder and its subfolders, unless they are left out.
 
-        `inside` is the folder's path below the root. For the root, `inside` is empty. For any other
-        folder, `inside` ends with `/`. `above` contains the patterns of each .gitignore file in the
-        folders above, together with the `inside` of its folder.
+        `inside` is the folder's path below the root: empty for the root, and with a final `/` for
+        any other folder. `above` contains a pair for each .gitignore file in the folders above: the
+        `inside` of the file's folder, and the file's patterns.
         """
         if self.by_git and (found := _ignore_file(folder / ".gitignore")) is not None:
             above = (*above, (inside, found))
@@ -227,7 +226,7 @@ class _Walk:
             elif is_folder:
                 self.visit(Path(entry.path), f"{path}/", above)
             elif entry.is_file():
-                # The archive contains the content of the file instead of a link to it.
+                # For a link to a file, the archive contains the content of the file.
                 self.files[path] = Path(entry.path)
 
     def _is_left_out(self, path: str, above: tuple[tuple[str, Patterns], ...], *, folder: bool) -> bool:
@@ -263,8 +262,8 @@ class Packed:
 def pack(found: Found, source: str, to: Path) -> Packed:
     """Write an archive with a folder's files to the path `to`.
 
-    `source` is the name of the folder in messages. Raises Mistake if there are too many files, or
-    if the files are too large.
+    Messages refer to the folder as `source`. Raises Mistake if there are too many files, or if the
+    files are too large.
     """
     if len(found.files) > MOST_CODE_FILES:
         raise Mistake(
@@ -302,16 +301,13 @@ def _write_archive(files: Mapping[str, Path], to: IO[bytes]) -> None:
         for name, path in files.items():
             with path.open("rb") as content:
                 state = os.fstat(content.fileno())
-                member = tarfile.TarInfo(name)  # Its time and owner are 0 by default.
+                member = tarfile.TarInfo(name)  # TarInfo's default time and owner are 0.
                 member.size, member.mode = state.st_size, 0o755 if state.st_mode & 0o100 else 0o644
                 tar.addfile(member, content)
 
 
 def _remedy(found: Found) -> str:
-    """Return a text that suggests how to make the archive smaller.
-
-    The text names the largest entries in the folder.
-    """
+    """Suggest how to make the archive smaller, and name the largest entries in the folder."""
     sizes = dict[str, int]()
     for name, path in found.files.items():
         top = name.partition("/")[0]
@@ -334,7 +330,7 @@ def _size(size: float) -> str:
 
 @dataclass(frozen=True)
 class CodePlace:
-    """The bucket folder that code is uploaded to, and how to reach it from this machine."""
+    """The bucket folder for code, and how to reach the bucket from this machine."""
 
     url: str
     endpoint: str = ""
@@ -342,7 +338,7 @@ class CodePlace:
 
 
 def send(found: Found, source: str, place: CodePlace, say: Callable[[str], None], *, upload: bool) -> dict[str, Any]:
-    """Pack the files into an archive, upload it, and return the value of the field `code`.
+    """Pack the files into an archive, upload the archive, and return the value of the `code` field.
 
     An archive that is already in the bucket is not uploaded again. With `upload=False`, the bucket
     is not accessed. Raises Mistake.

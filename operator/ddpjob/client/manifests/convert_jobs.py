@@ -25,8 +25,8 @@ from ddpjob.objects.pod_template import OWNED_VARIABLES
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
-"""Matches the names of resources that count whole devices. The names of resources that count a
-device's memory or fractions of it, such as nvidia.com/gpumem, do not match."""
+"""Matches the names of resources that count whole devices. Resources that count memory or fractions
+of a device, such as nvidia.com/gpumem, do not match."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
@@ -36,30 +36,30 @@ _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-ra
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _PLAIN_SHELL = re.compile(r"-[euvx]*c")
-"""Matches the options that make a shell run a command without reading startup files first. The
-options -l and -i do not match, because the shell would then read startup files."""
+"""Matches the options that make a shell run a command without first reading startup files. The
+options -l and -i make the shell read these files, so they do not match."""
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
-"""Matches constructs that a shell interprets even within double quotes."""
+"""Matches constructs that a shell interprets even in double quotes."""
 _THEIRS = re.compile(
     r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id)|machine_rank|"""
     r"""num_(machines|nodes)|main_process_(ip|port))(=|\s+)["']?\$\S*(?=\s)"""
 )
-"""Matches launchers' options for the number of nodes, a node's rank or the rendezvous, if the
-option's value is a shell variable. Other operators set such variables in their pods."""
+"""Matches a launcher's options for the number of nodes, the rank of a node or the rendezvous. An
+option matches only if its value is a shell variable, which other operators set in their pods."""
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""Matches uses of variables that are set in a PyTorchJob's pods, but not in a DDPJob's pods. There
-is one exception: in a DDPJob with `command`, MASTER_ADDR and MASTER_PORT are set to the address of
-the pod with index 0."""
+"""Matches uses of variables that are set in a PyTorchJob's pods, but not in a DDPJob's pods. As an
+exception, a DDPJob with `command` sets MASTER_ADDR and MASTER_PORT to the address of the pod with
+index 0."""
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
 )
 _ROOTS_TOOLS = re.compile(r"(?:^|[\s;&|(/])(apt-get|apt|yum|dnf|apk|chown|sshd|useradd)(?=[\s;&|)]|$)")
-"""Matches programs that root can only use if the container has capabilities. A PyTorchJob's
-containers have capabilities by default, and a DDPJob's containers do not."""
+"""Matches programs that fail even as root if the container has no capabilities. The containers of a
+PyTorchJob have capabilities by default, but those of a DDPJob do not."""
 _OF_PYTORCH_JOB = {
     "spec": ("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"),
     "spec.pytorchReplicaSpecs": ("Master", "Worker"),
@@ -75,14 +75,13 @@ _OF_TRAIN_JOB = {
              "runtimePatches", "labels", "annotations", "managedBy"),
     "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
 }  # fmt: skip
-"""The TrainJob fields that the conversion knows. Each of these fields is either read, or needs no
-counterpart because DDPJob's operator chooses the value. Every other field gets a note that it was
-left out."""
+"""The TrainJob fields that the conversion either reads, or ignores because DDPJob's operator
+chooses their values. For any other field, a note says that it was left out."""
 
 
 @dataclass
 class Conversion:
-    """The result of a conversion: a DDPJob, and notes on settings that could not be converted."""
+    """The result of a conversion: a DDPJob, and notes on settings that were not converted."""
 
     job: Json
     notes: list[str] = field(default_factory=list)
@@ -90,9 +89,9 @@ class Conversion:
     """Whether the original job starts the script with python instead of a launcher. Such a job runs
     one process per pod, however many GPUs the pod has."""
     counted: bool = False
-    """Whether the torchrun command line sets the number of processes per node. If it does, the
-    number in the manifest's own fields has no effect. Other operators pass that number to torchrun
-    in a variable, and the command line takes precedence over the variable."""
+    """Whether the torchrun command line sets the number of processes per node. If so, the number in
+    the manifest's own fields has no effect: other operators pass it to torchrun in a variable, and
+    the command line takes precedence over variables."""
 
 
 def convert(
@@ -100,9 +99,9 @@ def convert(
 ) -> Conversion:
     """Convert another operator's manifest. Raises Mistake for an unknown kind.
 
-    If the manifest is a TrainJob, the runtime that it names is looked up in `runtimes`. `image`
-    replaces the manifest's image. If the manifest has no entry point because its image defines one,
-    `script` becomes the entry point.
+    `runtimes` are searched for the runtime that a TrainJob names. `image` replaces the manifest's
+    image. `script` becomes the entry point of a job whose manifest leaves the entry point to the
+    image.
     """
     made = _converted(manifest, runtimes)
     _complete(made, script, image)
@@ -124,7 +123,7 @@ def _converted(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]
 def _complete(made: Conversion, script: str, image: str) -> None:
     """Set the image and the script that the caller specified.
 
-    If the job then still has no entry point, add a note. Raises Mistake if both the caller and the
+    If the job still has no entry point, add a note. Raises Mistake if both the caller and the
     manifest specify an entry point.
     """
     spec = made.job["spec"]
@@ -165,7 +164,7 @@ def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str,
 def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") -> Conversion:
     """Convert a torchrun command line.
 
-    `words` contains either the words of the line, or the whole line as one string.
+    `words` contains either the words of the line, or the whole line as a single string.
     """
     made = _empty({"name": name})
     made.job["spec"]["image"] = image
@@ -274,8 +273,8 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
             f"{most} counted restarts; to allow more, set recovery.maxRestarts"
         )
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
-        # A PyTorchJob limits worker failures and pod failures separately. A DDPJob has one limit
-        # for both, so the larger one is used.
+        # A PyTorchJob limits worker failures and pod failures separately. A DDPJob has a single
+        # limit for both, so use the larger one.
         target.setdefault("recovery", {})["maxRestarts"] = max(limits)
     _sharing(made)
     _left_out(made, manifest, _OF_PYTORCH_JOB)
@@ -283,10 +282,9 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a job's Master or Worker section.
+    """Return a job's Master or Worker section; empty if the section asks for no pods.
 
-    If the section does not ask for pods, return an empty mapping. Charts write `replicas: 0` if a
-    job does not need workers.
+    Helm charts write `replicas: 0` for a job that does not need workers.
     """
     return {} if part.get("replicas") == 0 else part
 
@@ -372,11 +370,11 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
 
 
 def _sharing(made: Conversion) -> None:
-    """Allow a job's pods to share a Kubernetes node, as they could in the original job.
+    """Allow a job's pods to share a Kubernetes node if they could do so in the original job.
 
-    By default, each pod of a DDPJob gets a Kubernetes node of its own, and several pods with few
-    GPUs would wait for separate Kubernetes nodes. If the original job has a podAntiAffinity, its
-    pods could not share a Kubernetes node, so the default is kept.
+    By default, each pod of a DDPJob gets a Kubernetes node of its own, so several pods with few
+    GPUs would wait for separate nodes. The default is kept if the original job has a
+    podAntiAffinity.
     """
     spec = made.job["spec"]
     affinity = _pod_spec(spec).get("affinity") or {}
@@ -531,7 +529,7 @@ def _of_trainer(value: Any, name: str | None) -> Any:
     """Return a copy of `value` in which references to the main container use its new name.
 
     The conversion renames the container `name` to `trainer`. A resourceFieldRef of the downward API
-    refers to a container by its name, so the resourceFieldRef must also change.
+    refers to a container by name, so it must change as well.
     """
     if isinstance(value, list):
         return [_of_trainer(item, name) for item in value]
@@ -553,11 +551,10 @@ def _words(container: Json, name: str) -> list[str]:
 
 
 def _references(made: Conversion) -> None:
-    """Add a note if the arguments or the environment use variables that are no longer set in the
-    pod.
+    """Add a note if the arguments or the environment use variables that the pod lacks.
 
-    In a PyTorchJob, Kubernetes replaces such variables (`$(RANK)`) with their values. In a DDPJob,
-    only torchrun sets them, when it starts a worker.
+    In a PyTorchJob, Kubernetes replaces `$(RANK)` and similar references with values. In a DDPJob,
+    only torchrun sets these variables, when it starts a worker.
     """
     spec = made.job["spec"]
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
@@ -580,7 +577,7 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
     target, kept = made.job["spec"], {}
     target["gpusPerNode"] = 0
     if resources and not {"requests", "limits"} & resources.keys():
-        # A TrainJob's field resourcesPerNode can contain amounts without requests and limits.
+        # A TrainJob's resourcesPerNode field can contain amounts without requests and limits.
         resources = {"limits": resources}
     names = [n for kind in ("limits", "requests") for n in resources.get(kind) or () if _GPUS.fullmatch(n)]
     # Only one kind of device becomes gpusPerNode. The other kinds stay in `resources`.
@@ -708,7 +705,7 @@ def _shell_words(line: str) -> list[str]:
 
 
 def _signs_of_shell(line: str) -> list[str]:
-    """Return the parts of a line that a shell would interpret and not pass to the program.
+    """Return the parts of a line that a shell would interpret instead of passing to the program.
 
     Such parts are pipes, redirections, command lists and variables.
     """
@@ -718,7 +715,7 @@ def _signs_of_shell(line: str) -> list[str]:
 
 
 def _after_launcher(words: list[str]) -> list[str] | None:
-    """Return the words after torchrun's name; None if the command does not start torchrun."""
+    """Return the words after torchrun's name, or None if the command does not start torchrun."""
     if words[0].rpartition("/")[2] == "torchrun":
         return words[1:]
     if _PYTHON.fullmatch(words[0]):
@@ -731,8 +728,7 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 def _reads_only_theirs(line: str) -> bool:
     """Whether a torchrun line needs a shell only for variables in the options that _THEIRS matches.
 
-    DDPJob's operator sets these options itself, so the job does not need the values of the
-    variables.
+    The job does not need these variables, because DDPJob's operator sets the options itself.
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False
@@ -743,7 +739,7 @@ def _reads_only_theirs(line: str) -> bool:
 
 
 def _options(words: Sequence[str]) -> int:
-    """Return the number of words that torchrun's options and their values take up."""
+    """Return how many words torchrun's options and their values take up."""
     position = 0
     while position < len(words) and words[position].startswith("-"):
         if words[position] == "--":

@@ -20,7 +20,8 @@ _OBJECT = ("ddpjob", "ddpjobs", "ddp")
 def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
     """Yield lines that explain the field at a path, such as spec.recovery.rules.cause.
 
-    With `recursive`, list the fields below it at all depths. Raises Mistake for an unknown field.
+    With `recursive`, list the fields below this field at all depths. Raises Mistake for an unknown
+    field.
     """
     names = [name.removesuffix("[]") for name in path.split(".") if name]
     if names and names[0] in _OBJECT:
@@ -57,9 +58,9 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
 
 
 def _rules_on(schema: Schema, names: list[str]) -> Iterator[Schema]:
-    """Return an object's rules (CEL) that concern its field at the path `names`.
+    """Return an object's rules (CEL) for the field at the path `names` in this object.
 
-    If the path is empty, return the rules that concern the object itself.
+    If the path is empty, return the rules for the object itself.
     """
     path = "".join(f".{name}" for name in names)
     return (rule for rule in schema.get("x-kubernetes-validations", ()) if rule.get("fieldPath", "") == path)
@@ -84,7 +85,7 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
 
 
 def _kubernetes(names: list[str]) -> str:
-    """Return the path that `kubectl explain` uses for a field in podTemplate.
+    """Return the path with which `kubectl explain` finds a field in podTemplate.
 
     podTemplate has the same fields as a pod.
     """
@@ -108,17 +109,17 @@ def paths(of: Schema | None = None) -> list[str]:
 def _elsewhere(name: str) -> list[str]:
     """Return the paths of all fields with this name.
 
-    If some of these fields are below spec, return only their paths.
+    If any of the fields are below spec, return only the paths below spec.
     """
     found = [path for path in paths() if path.rpartition(".")[2].lower() == name.lower()]
     return [path for path in found if path.startswith("spec.")] or found
 
 
 def _inner(schema: Schema) -> Schema:
-    """Return the schema of the object that contains the fields below a field.
+    """Return the schema that lists the fields below a field.
 
-    For a list, the result is the schema of its items. For a map, the result is the schema of its
-    values. For any other field, the result is the schema of the field itself.
+    For a list, this is the schema of the items, and for a map, it is the schema of the values.
+    Otherwise, it is the schema of the field itself.
     """
     if "items" in schema:
         return _inner(schema["items"])

@@ -1,7 +1,7 @@
 """Turns a Python function into a script that a job can run.
 
-The script has the function's source and a call with the arguments as JSON. Before the call it
-installs `packages`, if there are any (see packages_in_pod).
+The script contains the function's source, and calls the function with the arguments from JSON. If
+there are `packages`, the script installs them before the call (see packages_in_pod).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MOST_PACKAGES, MOST_OF_A_REQUIREMENT = 50, 200
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _VERSION = r"(?:===|==|~=|!=|<=|>=|<|>) ?[A-Za-z0-9.*+!_-]+"
 _REQUIREMENT = re.compile(rf"{_NAME}(?:\[{_NAME}(?: ?, ?{_NAME})*\])? ?(?:{_VERSION}(?: ?, ?{_VERSION})*)?")
-"""Matches the name of a package, optionally with extras and versions. Addresses, paths and pip's
-options do not match."""
+"""Matches the name of a package, optionally followed by extras and versions. Addresses, paths and
+pip's options do not match."""
 
 
 def script_of(function: Callable[..., Any], args: Mapping[str, Any], packages: Sequence[str] = ()) -> str:
     """Return a script that installs `packages` and calls the function.
 
-    Raises Mistake if the function needs more than its source, `args` and `packages`.
+    Raises Mistake if the function needs anything besides its source, `args` and `packages`.
     """
     name = _checked_name(function)
     before = _installation(packages)
@@ -50,8 +50,8 @@ def script_of(function: Callable[..., Any], args: Mapping[str, Any], packages: S
             "it into a file or a notebook cell"
         ) from error
     if source[:1].isspace():
-        # Put an indented function below `if True:`. Removing its indentation would also change the
-        # content of its multi-line strings.
+        # Put an indented function under `if True:`. Dedenting it would also change the content of
+        # its multi-line strings.
         source = f"if True:\n{source}"
     if function.__code__.co_flags & __future__.annotations.compiler_flag:
         source = f"from __future__ import annotations\n{source}"
@@ -154,7 +154,7 @@ def _check_used(name: str, outside: set[str]) -> None:
 def _changed(nodes: Sequence[ast.AST]) -> set[str]:
     """Return the names that are assigned only by statements such as `n += 1`.
 
-    Such a statement needs a value that was assigned before, so it does not define the name.
+    Such a statement needs a value from an earlier assignment, so it does not define the name.
     """
     names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     changed = {node.target for node in nodes if isinstance(node, ast.AugAssign)}
@@ -189,9 +189,9 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
 
 
 def _other_keys(value: Any) -> Iterator[object]:
-    """Yield the keys of mappings in `value`, at any depth, that are not strings.
+    """Yield every key that is not a string in the mappings in `value`, at any depth.
 
-    json.dumps would turn such a key into a string, which can be equal to another key.
+    json.dumps would turn such a key into a string, which could be equal to another key.
     """
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))

@@ -16,9 +16,9 @@ _MOST_LINES = 1000
 
 
 def resolve(text: str) -> dict[str, Any]:
-    """Return the value of the field code.git (url, ref and commit) for `URL` or `URL@REF`.
+    """Return the value of the code.git field (url, ref and commit) for `URL` or `URL@REF`.
 
-    REF is a branch, a tag or a full commit hash; default: HEAD. Raises Mistake.
+    REF is a branch, a tag or a full commit hash. The default is HEAD. Raises Mistake.
     """
     url, at, ref = text.partition("@")
     if not re.match(r"https?://[^/@]+/", url):
@@ -30,9 +30,9 @@ def resolve(text: str) -> dict[str, Any]:
         return {"url": url, "commit": ref}
     ref = ref or "HEAD"
     found = _listed(url, ref)
-    # An annotated tag is an object of its own and not a commit. In addition to the tag, git lists
-    # the tag's commit, under the tag's name with ^{} at the end. The full names are compared,
-    # because git matches only the ends of names: for `main`, it also lists refs/heads/old/main.
+    # An annotated tag is an object of its own, and not a commit. For such a tag, git also lists the
+    # commit, under the tag's name with ^{} at the end. Compare full names, because git matches only
+    # the ends of names: for `main`, it also lists refs/heads/old/main.
     names = (f"refs/tags/{ref}^{{}}", f"refs/tags/{ref}", f"refs/heads/{ref}", ref)
     commit = next((found[name] for name in names if name in found), "")
     if not commit:

@@ -25,7 +25,7 @@ _TEMPLATE = "spec.podTemplate.spec"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _LABEL_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
-# An image's name is [domain[:port]/]path[:tag][@digest], as distribution/reference defines.
+# An image name is [domain[:port]/]path[:tag][@digest], as defined by distribution/reference.
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _DOMAIN = (
     r"(?:[A-Za-z0-9](?:[-A-Za-z0-9]*[A-Za-z0-9])?(?:\.[A-Za-z0-9](?:[-A-Za-z0-9]*[A-Za-z0-9])?)*|\[[0-9a-fA-F:]+\])"
@@ -44,7 +44,7 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems that keep a job from running anywhere, although it fits the schema.
+    """Return the problems that would keep a job from running, although the job fits the schema.
 
     Each problem names the path of its field in the manifest.
     """
@@ -52,7 +52,7 @@ def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
     if too_large := oversized(spec):
         return [Problem(*size_fault(too_large).split(": ", 1))]
     template = spec.get("podTemplate") or {}
-    # If the job has a class, its spec is incomplete, because only a cluster's operator knows the
+    # The spec of a job with a class is incomplete, because only a cluster's operator knows the
     # values that the class adds.
     whole = "className" not in spec
     faulty = [Problem(*fault.split(": ", 1)) for fault in problems(template, whole=whole)] if template else []
@@ -110,7 +110,7 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _one_file(script: str) -> Iterator[Problem]:
-    """Report a spec.script that is a whole command line, or a file that is not a Python script."""
+    """Report a spec.script that is a whole command line or not a Python script."""
     if script.endswith((".sh", ".bash")):
         command = json.dumps(["bash", script])
         yield Problem(

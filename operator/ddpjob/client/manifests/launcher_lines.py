@@ -27,9 +27,7 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 
 @dataclass
 class LauncherLine:
-    """A torchrun line, the variables that it needs, and notes on differences from the original
-    line.
-    """
+    """A torchrun line with its variables, and notes on differences from the original line."""
 
     words: list[str]
     env: dict[str, str] = field(default_factory=dict)
@@ -37,9 +35,9 @@ class LauncherLine:
 
 
 def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
-    """Translate another launcher's command line into one for torchrun.
+    """Translate another launcher's command line into a torchrun command line.
 
-    If there is no translation, or if the line already starts torchrun, return None.
+    Return None if there is no translation, or if the line already starts torchrun.
     """
     match [word.rpartition("/")[2] if at == 0 else word for at, word in enumerate(words[:3])]:
         case ["srun", *_]:
@@ -56,7 +54,7 @@ def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
 class _Options:
     """The options of a launcher, which precede the script in its command line.
 
-    Their names are written with dashes or with underscores. A value follows after a space or after
+    An option is written with dashes or with underscores, and its value follows after a space or
     `=`. `bare` contains the names of options without a value.
     """
 
@@ -74,9 +72,9 @@ class _Options:
         self.rest = list(words[position:])
 
     def take(self, *names: str) -> str | None:
-        """Remove an option, and return its value; None if the option was not given.
+        """Remove an option and return its value, or None if the option was not given.
 
-        `names` are the different names of this option.
+        `names` are alternative names of the same option.
         """
         found = [self.given.pop(name) for name in names if name in self.given]
         return found[0] if found else None
@@ -187,10 +185,10 @@ _RUN = "torch.distributed.run"
 
 
 def _starts(words: Sequence[str], first: str) -> bool:
-    """Whether a command, whose words are `words`, starts a launcher.
+    """Whether the command `words` starts a launcher.
 
-    The launcher is either the program `first`, which is the first word, or a module that this
-    program runs (`python -m`).
+    `first` is the first word of the command. This word is either the launcher itself, or a Python
+    that runs the launcher as a module (`python -m`).
     """
     name = first.rpartition("/")[2]
     options = list(takewhile(lambda word: word.startswith("-") and word != "-m", words[1:]))

@@ -20,11 +20,11 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class BadInput(Mistake):
-    """The input is invalid, so nothing was started. The message has a line for each reason."""
+    """The input is invalid, so nothing was started. The message has one line per reason."""
 
 
 def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
-    """Yield each DDPJob in the sources, or the reason why it cannot be read.
+    """Yield each DDPJob in the sources, or the reason why a manifest cannot be read.
 
     Sources are files, folders and standard input (`-`).
     """
@@ -56,8 +56,8 @@ def standard_input() -> str:
 def refuse_address(source: str, command: str) -> None:
     """Raise BadInput if `source` is a web address.
 
-    The message suggests downloading the manifest with curl, and piping the manifest to the command
-    `command`.
+    `command` is the name of a ddpjob command. The message suggests downloading the manifest with
+    curl and piping it to this command.
     """
     if source.startswith(("http://", "https://")):
         raise BadInput(f"{source}: URLs are not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
@@ -82,8 +82,8 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
                     jobs += 1
                     yield manifest
             except ManifestError as error:
-                # Ignore a file without a DDPJob, because a folder can also contain manifests of
-                # other kinds.
+                # Ignore files without a DDPJob, because a folder can also contain other kinds of
+                # manifests.
                 if "no DDPJob found" not in str(error):
                     jobs += 1
                     yield BadInput(str(error))
@@ -98,7 +98,7 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
 def _files(folder: Path) -> list[Path]:
     """Return the files below a folder that can contain manifests.
 
-    The records of `ddpjob run` are left out at all depths.
+    The folders that `ddpjob run` keeps for its jobs are skipped at all depths.
     """
     above, records = folder.resolve(), {file.parent.resolve() for file in runs_folder().glob("*/status.json")}
     records = {record for record in records if above in record.parents}
@@ -107,7 +107,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def checked(manifest: Manifest) -> Json:
-    """Return the manifest with its defaults. Raises BadInput if its job cannot run."""
+    """Return the manifest with its defaults. Raises BadInput if the job could not run."""
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     try:
@@ -121,7 +121,7 @@ def checked(manifest: Manifest) -> Json:
 
 
 def check_made(body: Json, what: str = "the job that the options describe") -> None:
-    """Check a job that was not read from a source, but built, for example from options.
+    """Check a job that was built from options or values, and not read from a source.
 
     `what` describes the job in messages. Raises BadInput.
     """
@@ -135,8 +135,8 @@ def check_made(body: Json, what: str = "the job that the options describe") -> N
 def read_job(source: str | Path, name: str | None = None) -> Json:
     """Read a DDPJob from a source, check it, and return it with its defaults.
 
-    If `name` is None, the source must contain exactly one DDPJob. If `name` is given, the DDPJob
-    with this name is returned. Raises BadInput.
+    If `name` is given, return the DDPJob with this name. Otherwise, the source must contain exactly
+    one DDPJob. Raises BadInput.
     """
     found = []
     for manifest in manifests([source]):

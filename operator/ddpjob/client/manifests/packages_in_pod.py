@@ -3,28 +3,28 @@
 The function's script contains this file, so it must run on Python 3.9 and import only the standard
 library.
 
-The script itself installs the packages, because it runs both on a cluster and on a laptop, unlike
-an init container. The API, the operator and the launcher need not know about packages, and the
-Python that installs them is the one that imports them. An error from pip becomes a rank's
-traceback, which status, events and `ddpjob why` already show. The price is that a replacement pod
-also installs the packages, which lengthens the recovery. For long jobs, build an image.
+The script itself installs the packages because, unlike an init container, it runs both on a cluster
+and on a laptop. The API, the operator and the launcher need not know about packages, and the same
+Python installs and imports them. An error from pip becomes a rank's traceback, which status, events
+and `ddpjob why` already show. The price is a slower recovery, because a replacement pod must
+install the packages again. For long jobs, build an image.
 
-pip runs twice. `--target` alone ignores the image's packages: `packages=["timm"]` would install a
-second torch, which would hide the one that fits the driver. So pip first only makes a plan that
-takes the image's packages into account, and then installs exactly the missing ones, without
-dependencies:
+pip runs twice, because `--target` alone ignores the image's packages. With it, `packages=["timm"]`
+would install a second torch and hide the torch that fits the driver. The first run only makes a
+plan that takes the image's packages into account. The second run installs exactly the missing
+packages, without dependencies:
 
     plan      pip install --dry-run --report FILE timm    ->  timm==1.0.9, safetensors==0.4.5
     install   pip install --no-deps --target FOLDER timm==1.0.9 safetensors==0.4.5
 
 A plan that replaces torch is refused. FOLDER is next to the script if that location is writable,
-and otherwise in the pod's temporary folder. On a laptop it is in the job's folder, where all pods
-share it and `ddpjob delete` removes it. The folder's name has a digest of the requirements and of
-Python's version, so an in-place restart finds everything there. A lock makes the ranks in a pod
-take turns. The folder appears under its final name only when it is complete.
+and otherwise in the pod's temporary folder. On a laptop, it is in the job's folder, where all pods
+share it and `ddpjob delete` removes it. Its name contains a digest of the requirements and of
+Python's version, so an in-place restart finds the installed packages. A lock makes the ranks in a
+pod take turns. The folder gets its final name only when it is complete.
 
-If pip cannot reach the index, this counts as a failure, and the job tries again. Any other error
-from pip fails the job immediately, before its first step, like any refusal (exit code 78).
+If pip cannot reach the index, the rank fails, and the job tries again. Any other error from pip
+fails the job immediately, before its first step, as any refusal does (exit code 78).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from pathlib import Path
 KEPT = ("torch",)
 """Packages in the image that must not be replaced, because the launcher also uses them."""
 PIP_SECONDS = 1800
-"""Maximum duration, in seconds, of each of pip's two runs."""
+"""Maximum duration, in seconds, of each of the two runs of pip."""
 MOST_LINES = 8
-"""Maximum number of pip's last lines that are shown."""
+"""Maximum number of lines from the end of pip's output that are shown."""
 
 
 def install_packages(requirements: list[str], script: str) -> None:
-    """Make the packages importable, here and in Python processes that this one starts."""
+    """Make the packages importable in this process and in Python processes that it starts."""
     import fcntl
     import hashlib
     import importlib
@@ -63,13 +63,13 @@ def install_packages(requirements: list[str], script: str) -> None:
 
 
 def install_missing(requirements: list[str], folder: Path) -> None:
-    """Install the packages that the image lacks into the folder."""
+    """Install into `folder` the packages that the image lacks."""
     import json
     import shutil
 
     partial = folder.with_suffix(".partial")
-    # Remove the incomplete folder of an earlier process, which may have been killed while it
-    # installed packages.
+    # Remove the incomplete folder of an earlier process that was killed while it installed
+    # packages.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     plan = partial / "plan.json"
@@ -91,7 +91,7 @@ def install_missing(requirements: list[str], folder: Path) -> None:
 
 
 def run_pip(words: list[str]) -> None:
-    """Run `pip install`. Raises an error with pip's last lines if it fails."""
+    """Run `pip install`. If pip fails, raise an error with the last lines of its output."""
     import subprocess
 
     options = ["--quiet", "--no-input", "--disable-pip-version-check"]

@@ -46,7 +46,8 @@ _CREATES = {
     "from_cfg": ("mmengine", {"mmengine"}),
     "YOLO": ("ultralytics", {"ultralytics"}),
 }
-"""The framework that forms the group, and the packages that define it, by the name of a call."""
+"""Maps the name of a call to the framework that forms the group, and to the packages that define
+the call."""
 _LAUNCHERS = {
     "spawn": "nprocs",
     "start_processes": "nprocs",
@@ -54,7 +55,7 @@ _LAUNCHERS = {
     "notebook_launcher": "num_processes",
     "TorchTrainer": "scaling_config",
 }
-"""A keyword argument that identifies a call that starts processes, by the name of the call."""
+"""Maps the name of a call to a keyword argument. A call with this argument starts processes."""
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_SLURM = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK", "SLURM_NTASKS": "WORLD_SIZE"}
 _OF_MPI = ("mpi4py", "horovod")
@@ -80,7 +81,7 @@ class UnreadableScript(ValueError):
 
 @dataclass(frozen=True)
 class Named:
-    """A variable, and the statement that sets it."""
+    """A variable and the statement that sets it."""
 
     name: str
     node: ast.stmt
@@ -95,8 +96,8 @@ class Named:
 class TrainingScript:
     """The result of reading a script.
 
-    The result says how the script's ranks form a group. If the ranks do not form a group, the
-    result contains the parts of the training loop, such as the optimizer and the model.
+    The fields say how the script's ranks form a group. If they do not form one, other fields
+    contain the parts of the training loop, such as the optimizer and the model.
     """
 
     text: str
@@ -105,16 +106,17 @@ class TrainingScript:
     call: ast.Call | None = None
     """The call that creates the framework's Trainer, Accelerator or similar object."""
     group: str = ""
-    """The function that forms the group, if no framework does."""
+    """The function that forms the group if no framework does."""
     where: str = ""
-    """The module that forms the group, if it is not the script itself."""
+    """The module that forms the group; empty if the script itself forms it."""
     alone: list[str] = field(default_factory=list)
     """Messages about lines that can keep the ranks of different nodes from forming one group. Each
     message contains the remedy."""
     relative: int = 0
-    """The line of the script's first relative import, which only works in a module; 0 for none."""
+    """The line of the script's first relative import; 0 for none. Relative imports work only if the
+    script runs as a module."""
     starts: bool = False
-    """Whether one of these lines starts processes."""
+    """Whether any of the lines in `alone` starts processes."""
     trains: bool = False
     """Whether the script calls `.backward()` or creates an optimizer."""
     optimizer: Named | None = None
@@ -136,7 +138,7 @@ class TrainingScript:
 
 
 def read_script(path: Path) -> TrainingScript:
-    """Read a script, and the modules in its folder that it imports.
+    """Read a script, and the modules that it imports from its folder.
 
     Raises UnreadableScript, and OSError.
     """
@@ -154,7 +156,7 @@ def read_script(path: Path) -> TrainingScript:
         if _find_group(script, module, used if where else None):
             script.where = where
             break
-    else:  # A module can also be used by a module that was read later.
+    else:  # A function that forms a group may be used by a module that was read later.
         script.where = next((where for where, module in modules[1:] if _find_group(script, module, used)), "")
     if not script.forms_group:
         _find_names(script, tree, used)
@@ -173,10 +175,11 @@ def _parse(content: bytes, path: Path) -> ast.Module:
 
 
 def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
-    """Yield each module that the script imports, directly or indirectly, from its own folder or
-    from the current one, where the packages of a repository are.
+    """Yield each module that the script imports from its own folder or the current one.
 
-    A module is yielded as a pair of its path in this folder and its syntax tree.
+    Modules that these modules import are also yielded. The current folder counts because the
+    packages of a repository are usually there. Each result is a pair of the module's path and its
+    syntax tree.
     """
     seen: set[Path] = {path}
     waiting = deque([(path.parent, tree)])
@@ -203,7 +206,7 @@ def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Yield each imported name. The name in a relative import begins with the import's dots."""
+    """Yield each imported name. The name from a relative import begins with the import's dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -216,10 +219,11 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _find_group(script: TrainingScript, tree: ast.Module, used: set[str] | None) -> bool:
-    """Return whether a module (the script or a module that it imports) forms a group.
+    """Return whether a module, which may be the script itself, forms a group.
 
     If it does, set `framework` and `call`, or `group`, in `script`. `used` contains the names that
-    the modules use: a function that forms a group does not count if its name is not among them.
+    the modules use. A function that forms a group counts only if its name is in `used`. If `used`
+    is None, every such function counts.
     """
     modules = {name.partition(".")[0] for name in _imported(tree)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -247,7 +251,7 @@ def _find_group(script: TrainingScript, tree: ast.Module, used: set[str] | None)
 
 
 def _used(tree: ast.Module) -> set[str]:
-    """Return the names of the functions and other objects that a module reads or renames."""
+    """Return the names of functions and other objects that a module reads, or renames on import."""
     nodes = list(ast.walk(tree))
     loads = (node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load))
     read = {_last_name(node) for node in loads}
@@ -261,8 +265,10 @@ def _is_reached(call: ast.Call, tree: ast.Module, used: set[str]) -> bool:
 
 
 def _made(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
-    """Yield each call, and the class of its result: its own name, the class that has the method
-    `from_argparse_args`, or the annotation of the variable that is set.
+    """Yield each call together with the class of its result.
+
+    The class is the annotation of the variable that is set, the class that has the method
+    `from_argparse_args`, or the name of the call itself.
     """
     annotated = {id(node.value): node.annotation for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}
     for call in ast.walk(tree):
@@ -275,11 +281,11 @@ def _made(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
 def _find_own_launch(script: TrainingScript, tree: ast.Module) -> Iterator[str]:
     """Yield a message about each line that starts processes, or sets or gets the ranks by itself.
 
-    If a line starts processes, set `starts` in `script`.
-
     Such lines override or ignore the values that torchrun sets. They are common in scripts for a
     single machine or for a different launcher. Lines that depend on torchrun's variables are left
     out.
+
+    If a line starts processes, set `starts` in `script`.
     """
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     needed = {name.partition(".")[0]: node.lineno for node in imports for name in _imported(ast.Module([node], []))}
@@ -319,8 +325,9 @@ def _find_own_launch(script: TrainingScript, tree: ast.Module) -> Iterator[str]:
 
 
 def _starts_processes(call: ast.Call, forming: set[str]) -> bool:
-    """Return whether a call starts processes that form a group, for example with one of the
-    functions `forming`.
+    """Return whether a call starts processes that form a group.
+
+    For example, such a call starts processes that run one of the functions `forming`.
     """
     name, arguments = _last_name(call.func), {k.arg: k.value for k in call.keywords}
     if name == "Process" and "target" in arguments:
@@ -329,8 +336,10 @@ def _starts_processes(call: ast.Call, forming: set[str]) -> bool:
 
 
 def _variables_read(tree: ast.Module) -> Iterator[tuple[str, bool, int]]:
-    """Yield each environment variable that a module reads, whether the module only tests if the
-    variable is set, and the line.
+    """Yield each environment variable that a module reads or tests, and where it does so.
+
+    A result contains the variable's name, whether the module only tests the variable in a
+    comparison, and the line.
     """
     for node in ast.walk(tree):
         name: ast.AST | None = None
@@ -345,10 +354,10 @@ def _variables_read(tree: ast.Module) -> Iterator[tuple[str, bool, int]]:
 
 
 def _find_old_option(modules: list[tuple[str, ast.Module]]) -> Iterator[tuple[str, str]]:
-    """Yield a module and a message for an option --local_rank that only torch.distributed.launch
-    and `deepspeed` pass.
+    """Yield a module and a message for each --local_rank option that has no usable default.
 
-    Under torchrun, all ranks would use the option's default as their local rank.
+    Only torch.distributed.launch and `deepspeed` pass this option. Under torchrun, all ranks would
+    use its default as their local rank.
     """
     nodes = [(where, node) for where, module in modules for node in ast.walk(module)]
     is_used = any(isinstance(node, ast.Attribute) and node.attr == "local_rank" for _, node in nodes)
@@ -402,7 +411,7 @@ def _find_names(script: TrainingScript, tree: ast.Module, used: set[str]) -> Non
 
 
 def _check_loader(script: TrainingScript, tree: ast.Module, loaders: list[Named], used: set[str]) -> None:
-    """Add a doubt if no DataLoader is certain to accept a DistributedSampler."""
+    """Add a doubt unless it is certain that a DataLoader accepts a DistributedSampler."""
     if "DataLoader" not in _calls(tree) and "DataLoader" in used:
         script.doubts.append("its DataLoader is in a different module")
     elif "DataLoader" not in _calls(tree):
@@ -429,7 +438,7 @@ def _own_samplers(loader: ast.Call, tree: ast.Module) -> set[str]:
 
 
 def _are_alternatives(found: list[Named], tree: ast.Module) -> bool:
-    """Return whether an `if` and its `else` set one variable to several optimizers of one model."""
+    """Return whether the branches of an `if` set one variable to optimizers of one model."""
     return len({(one.name, ast.unparse(one.call.args[0]) if one.call.args else "") for one in found}) == 1 and any(
         isinstance(node, ast.If)
         and all(_contains(node, one.node) for one in found)
@@ -475,7 +484,7 @@ def _models(call: ast.Call) -> set[str]:
 
 
 def _training_loader(loaders: list[Named], tree: ast.Module, training: set[str]) -> Named | None:
-    """Return the DataLoader of the training loop; None if it is not certain."""
+    """Return the DataLoader of the training loop, or None if there is no clear candidate."""
     if len(loaders) == 1:
         return loaders[0]
     walked = {
@@ -509,7 +518,10 @@ def _is_true(node: ast.expr) -> bool:
 
 
 def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
-    """Return the statements of the innermost function that contains `wanted`, or of the module."""
+    """Return the statements of the innermost function that contains `wanted`.
+
+    If no function contains it, return the statements of the module.
+    """
     body = tree.body
     node: ast.AST = tree
     while True:
@@ -519,8 +531,8 @@ def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
             body = inner.body
         elif isinstance(inner, ast.If) and isinstance(node, ast.Module):
-            # The body of an `if` at the top of the module also counts, for example that of `if
-            # __name__ == "__main__":`.
+            # The body of an `if` at the top level of the module also counts as a scope. An example
+            # is `if __name__ == "__main__":`.
             body = inner.body if any(_contains(each, wanted) for each in inner.body) else body
         node = inner
 
@@ -539,7 +551,7 @@ def _contains(outer: ast.AST, inner: ast.AST) -> bool:
 
 
 def _loops(node: ast.stmt) -> Iterator[ast.For | ast.While]:
-    """Yield the loops in a statement, the outermost first, without the loops of inner functions."""
+    """Yield the loops in a statement, outermost first. Loops in inner functions are skipped."""
     if isinstance(node, ast.For | ast.While):
         yield node
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

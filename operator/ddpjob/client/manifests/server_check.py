@@ -24,7 +24,7 @@ _EXISTS = 409
 
 
 def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
-    """Create a job and its pods in dry runs, and yield the reasons why the API server refuses them.
+    """Create a job and its pods in dry runs, and yield the API server's reasons for refusing them.
 
     In a dry run, the API server processes a request as usual, including admission, but does not
     store the object. Problems with the job's claims are also yielded.
@@ -52,8 +52,8 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
 def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
     """Yield the problems with the job's claims.
 
-    Examples are a claim that is missing or unusable, and a claim that the job would create and that
-    the API server refuses.
+    For example, a claim is missing or unusable, or the API server refuses a claim that the job
+    would create.
     """
     for name in job.claims:
         found = backend.api.optional(backend.path("persistentvolumeclaims", name))
@@ -94,7 +94,7 @@ def _refused(backend: ClusterBackend, pod: Json) -> Iterator[str]:
         other = as_non_root(pod) if "violates PodSecurity" in str(refusal) else None
         if other is not None and "runAsNonRoot" in str(refusal):
             yield from _refused(backend, other)
-        # If the API server refuses the pod because a pod with this name exists, it has accepted
-        # everything else, because it checks the name last.
+        # The API server checks the name of a pod last. If it refuses the pod only because a pod
+        # with this name exists, it has accepted everything else.
         elif refusal.status != _EXISTS:
             yield f"the job's pod {name}: {refusal}"

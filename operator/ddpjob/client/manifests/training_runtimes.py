@@ -35,13 +35,12 @@ _COUNTERPARTS = {
     "failurePolicy": "recovery.maxRestarts",
     "podFailurePolicy": "recovery.rules",
 }
-"""Maps fields of the runtime's JobSet or Job to the fields of a DDPJob that have the same
-purpose."""
+"""Maps fields of the runtime's JobSet or Job to the DDPJob fields with the same purpose."""
 
 
 @dataclass
 class CompletedTrainJob:
-    """The pod template for a TrainJob's nodes, and the other settings from its runtime."""
+    """The pod template for the nodes of a TrainJob, and the other settings from its runtime."""
 
     template: Json
     container: str = _NODE
@@ -60,9 +59,9 @@ def named_runtime(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, A
 
 
 def runtime_paths(manifest: Mapping[str, Any], namespace: str) -> Iterator[tuple[str, str]]:
-    """Yield the kind and the path on the API server of the runtime that a TrainJob names.
+    """Yield the kind of the runtime that a TrainJob names, and its path on the API server.
 
-    Nothing is yielded for a manifest that does not name a runtime.
+    If the manifest does not name a runtime, nothing is yielded.
     """
     reference = (manifest.get("spec") or {}).get("runtimeRef") or {}
     namespace = (manifest.get("metadata") or {}).get("namespace") or namespace
@@ -73,7 +72,7 @@ def runtime_paths(manifest: Mapping[str, Any], namespace: str) -> Iterator[tuple
 
 
 def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> CompletedTrainJob:
-    """Merge a TrainJob and its runtime.
+    """Merge a TrainJob with its runtime.
 
     Raises AttributeError or TypeError if a field has a value of the wrong type.
     """
@@ -121,9 +120,9 @@ def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> Complet
 
 
 def _report_jobs(made: CompletedTrainJob, whole: Mapping[str, Any], node: Json, jobs: Mapping[str, Json]) -> None:
-    """Add notes about the parts of the runtime that are not converted.
+    """Add a note about each part of the runtime that is not converted.
 
-    Such parts are settings and metadata of the JobSet, settings of the Job, and jobs that neither
+    These parts are settings and metadata of the JobSet, settings of the Job, and jobs that neither
     train nor initialize anything.
     """
     settings = {**((node.get("template") or {}).get("spec") or {}), **(whole.get("spec") or {})}
@@ -147,7 +146,7 @@ def _report_jobs(made: CompletedTrainJob, whole: Mapping[str, Any], node: Json, 
 
 
 def _initializes(job: Json) -> str | None:
-    """Return which field of spec.initializer a runtime's job is for: dataset, model or None."""
+    """Return the spec.initializer field that a runtime's job is for: dataset, model or None."""
     return _INITIALIZERS.get(_step(job)) or _INITIALIZERS.get(str(job.get("name")))
 
 
@@ -164,7 +163,7 @@ def _pod_template(job: Mapping[str, Any]) -> Json:
 def _overrides(spec: Mapping[str, Any], node: str) -> Iterator[Json]:
     """Yield the entries of spec.podTemplateOverrides that apply to the training pods.
 
-    `node` is the name of the runtime's job that trains.
+    `node` is the name of the runtime's training job.
     """
     for override in spec.get("podTemplateOverrides") or ():
         targets = [target.get("name") for target in override.get("targetJobs") or ()]

@@ -30,7 +30,7 @@ _NEGATIVE = re.compile(r"-[0-9.]")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, which contains one property of all compared jobs."""
+    """A row of the table. It shows one property of all compared jobs."""
 
     label: str
     values: tuple[str, ...]
@@ -43,8 +43,8 @@ class Row:
 def compare(bodies: Sequence[Json], now: datetime) -> list[Row]:
     """Return the rows of the table.
 
-    If none of the jobs has a property, its row is left out. The fields of a job are not trusted,
-    because they can contain any values.
+    A property that none of the jobs has gets no row. The fields of a job can contain any values, so
+    they are not trusted.
     """
     found = [dict(_properties(body, now)) for body in bodies]
     labels = list(dict.fromkeys(label for properties in found for label in properties))
@@ -98,7 +98,7 @@ def _results(body: Json, now: datetime) -> Iterator[tuple[str, str]]:
 
 
 def arguments(words: object) -> dict[str, str]:
-    """Return the arguments of a program by name.
+    """Return a program's arguments as a mapping from names to values.
 
     Arguments without a name are called `argument 1`, `argument 2`, and so on.
     """

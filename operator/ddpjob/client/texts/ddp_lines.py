@@ -33,10 +33,10 @@ _END = "torch.distributed.destroy_process_group()"
 
 @dataclass(frozen=True)
 class FrameworkLines:
-    """What a script needs so that it works well in a job, if the script uses a framework.
+    """What a script that uses a framework needs in order to work well in a job.
 
-    Each pair consists of a word and a text, which says what to add to the script. The text is shown
-    only if the script does not contain the word.
+    Each pair consists of a word and a text about what to add to the script. If the script contains
+    the word, the text is not shown.
     """
 
     forms: str
@@ -46,10 +46,10 @@ class FrameworkLines:
     """The import that the arguments need; empty for none."""
     elsewhere: tuple[tuple[str, str], ...]
     resumes: tuple[str, str]
-    """A word, and the page that shows how the script can resume from a checkpoint."""
+    """A word, and the page that explains how to make the script resume from a checkpoint."""
     given: str = ""
-    """If the script already has the arguments, the values that they must have; empty if any value
-    is right."""
+    """A phrase about the values that the arguments must have if the script already sets them. The
+    phrase is empty if any values are right."""
 
 
 _LIGHTNING = (
@@ -204,7 +204,7 @@ def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLin
 
 
 def general_form(script: TrainingScript | None = None) -> Iterator[str]:
-    """Yield the lines that a script needs, with a description of the places where they belong.
+    """Yield the lines that a script needs, each with a description of where it belongs.
 
     If the names of the script's own variables are known, the lines contain these names.
     """
@@ -234,7 +234,7 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
     """Yield each line to add, preceded by its place.
 
-    The line has the same indentation as in the script, to show which block the line belongs to.
+    The indentation is the same as in the script, to show which block the line belongs to.
     """
     for added in lines:
         is_end = added.text.strip() == _END and added is lines[-1]
@@ -246,7 +246,7 @@ def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
 def added_lines(script: TrainingScript) -> list[AddedLine]:
     """Return the lines to add, in the order of their places in the script.
 
-    If it is unclear where the lines belong, the result is empty.
+    The result is empty if it is unclear where the lines belong.
     """
     optimizer, loader, loop = script.optimizer, script.loader, script.loop
     if optimizer is None or loader is None or loop is None or script.doubts:
@@ -272,15 +272,13 @@ def added_lines(script: TrainingScript) -> list[AddedLine]:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Return the names that `import` statements at the top level of the module define."""
+    """Return the names that `import` statements define at the top level of the module."""
     imports = (node for node in tree.body if isinstance(node, ast.Import))
     return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
 
 
 def _first_import(tree: ast.Module) -> int:
-    """Return the line number of the first import that is not from __future__; 1 if there is
-    none.
-    """
+    """Return the line of the first import that is not from __future__; 1 if there is none."""
     for node in tree.body:
         future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
         if isinstance(node, ast.Import | ast.ImportFrom) and not future:
@@ -309,7 +307,7 @@ def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
     assert isinstance(copy, ast.Assign | ast.AnnAssign) and isinstance(copy.value, ast.Call)
     changed = copy.value
     shuffle = next((ast.unparse(k.value) for k in call.keywords if k.arg == "shuffle"), "")
-    spread = any(k.arg is None for k in call.keywords)  # **kwargs may contain shuffle
+    spread = any(k.arg is None for k in call.keywords)  # **kwargs may contain shuffle.
     order = "" if spread or shuffle == "True" else f", shuffle={shuffle or 'False'}"
     sampler = f"{_SAMPLER}({_dataset(call)}{order})"
     given = [k for k in changed.keywords if k.arg not in ("shuffle", "sampler")]
@@ -323,7 +321,8 @@ def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
 def _saves(tree: ast.Module, script: TrainingScript) -> Iterator[AddedLine]:
     """Yield a replacement for each statement that saves something with torch.save.
 
-    In the replacement, only rank 0 saves, and rank 0 saves the model without its wrapper.
+    In the replacement, only rank 0 saves, and it saves the model without the wrapper
+    (DistributedDataParallel).
     """
     for node in ast.walk(tree):
         if _is_save(node):
@@ -347,7 +346,7 @@ _OF_BOTH = ("train", "eval", "to", "cuda", "cpu", "parameters", "named_parameter
 
 
 def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
-    """Yield remarks on calls to methods that the model has, but its wrapper lacks or changes."""
+    """Yield remarks on calls to methods of the model that its wrapper lacks or changes."""
     loop = script.loop
     assert loop is not None
     raw = [node for node in script.scope if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -373,7 +372,7 @@ def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
 
 
 def _remarks(script: TrainingScript) -> Iterator[str]:
-    """Yield advice on what else to change, apart from adding the lines."""
+    """Yield advice on changes other than the added lines."""
     assert script.optimizer is not None and script.loader is not None
     yield "Each process reads its own batch, so the global batch is larger. Divide the"
     yield f"batch size, or adapt the learning rate of {script.optimizer.name} (line {script.optimizer.line})."

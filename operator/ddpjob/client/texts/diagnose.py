@@ -20,18 +20,18 @@ from ddpjob.client.manifests.explain_fields import paths
 from ddpjob.missing_package import INSTALL, installed_version
 
 SUPPORTED_MINOR = 29
-"""Oldest minor version of Kubernetes 1 that the chart accepts."""
+"""The chart accepts this minor version of Kubernetes 1, and later ones."""
 RIGHTS = (
     (GROUP, PLURAL, "", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "pods", "", ("get", "list", "create", "delete")),
     ("", "pods", "log", ("get",)),
-    # Commands run in pods through a WebSocket, which is opened with GET and needs the right `get`.
-    # Since version 1.35, Kubernetes also requires `create`.
+    # Commands run in pods through a WebSocket, which is opened with an HTTP GET. This needs the
+    # right `get`. Since version 1.35, Kubernetes also requires the right `create`.
     ("", "pods", "exec", ("get", "create")),
     ("", "events", "", ("list",)),
     ("", "configmaps", "", ("create",)),
 )
-"""The rights that the commands need, as tuples (group, resource, subresource, verbs)."""
+"""The rights that users of the commands need, as tuples (group, resource, subresource, verbs)."""
 _CREATED = ("get", "list", "watch", "create")
 OPERATOR_RIGHTS = (
     (GROUP, PLURAL, "", ("get", "list", "watch", "delete")),
@@ -46,7 +46,7 @@ OPERATOR_RIGHTS = (
     ("coordination.k8s.io", "leases", "", ("create",)),
     ("events.k8s.io", "events", "", ("create",)),
 )
-"""The rights that the chart gives to the operator in each namespace that it watches."""
+"""The rights that the chart gives the operator in each namespace that the operator watches."""
 _NEEDED_BY = {"pods/exec": "stacks", "configmaps": "submit with code", "pods create": "validate --server"}
 
 
@@ -60,9 +60,9 @@ class Diagnosis:
 
 
 def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
-    """Check a cluster, and yield the result of each check. Raises Unreachable.
+    """Check a cluster and yield the result of each check. Raises Unreachable.
 
-    The checks are ordered so that the first failure explains the later failures.
+    The checks are ordered so that the first failure explains later failures.
     """
     yield Diagnosis(True, f"client {installed_version()}, Python {platform.python_version()}")
     try:
@@ -112,7 +112,7 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
 
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
-    """Return two lists: the fields only in the client's CRD, and those only in the cluster's."""
+    """Return the fields that only the client's CRD has, and those that only the cluster's has."""
     here, there = ({*paths(_schema(c))} for c in (load_crd(), crd))
     return sorted(here - there), sorted(there - here)
 
@@ -164,14 +164,14 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 
 _WRONG = {("Progressing", "False"), ("ReplicaFailure", "True")}
 """Deployment conditions that report a fault, as pairs (type, status). ReplicaFailure means that the
-API server refuses new pods."""
+API server refuses to create pods."""
 
 
 def _rollout(deployment: Json, where: str) -> Diagnosis:
-    """Check whether all replicas are ready and have the newest revision.
+    """Check whether all replicas are ready and have the latest revision.
 
-    The number of ready replicas alone does not show the revision. After a faulty change, replicas
-    of the earlier revision keep running and stay ready, but the newest revision's replicas never
+    The number of ready replicas does not show their revision. After a faulty change, replicas of
+    the earlier revision keep running and stay ready, while replicas of the latest revision never
     become ready.
     """
     meta, wanted, status = deployment["metadata"], deployment["spec"].get("replicas", 1), deployment.get("status", {})
@@ -200,7 +200,7 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
 
 
 def _watched(deployment: Json) -> list[str]:
-    """Return the namespaces that an operator watches; an empty result means all namespaces."""
+    """Return the namespaces that an operator watches. If it watches all, the result is empty."""
     containers = deployment["spec"]["template"]["spec"]["containers"]
     variables = (each for container in containers for each in container.get("env") or ())
     text = next((each.get("value") for each in variables if each.get("name") == "DDPJOB_OPERATOR_NAMESPACES"), None)
@@ -210,7 +210,8 @@ def _watched(deployment: Json) -> list[str]:
 def _rights_of_operator(api: ApiServer, deployment: Json, namespace: str) -> Iterator[Diagnosis]:
     """Check the rights of an operator's service account.
 
-    Only administrators are permitted to review these rights.
+    Only administrators are permitted to review the rights of other accounts, so other users get no
+    result.
     """
     meta, account = deployment["metadata"], deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
     where, whole = meta["namespace"], "system:serviceaccounts"
@@ -232,7 +233,10 @@ def _lacking(
     rights: Iterable[tuple[str, str, str, tuple[str, ...]]],
     subject: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Return the rights that a subject lacks in a namespace. The default subject is the user."""
+    """Return the rights that a subject lacks in a namespace.
+
+    By default, the subject is the user.
+    """
     lacking: list[str] = []
     kind = "SelfSubjectAccessReview" if subject is None else "SubjectAccessReview"
     for group, resource, subresource, verbs in rights:

@@ -27,15 +27,15 @@ gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps([torch.__version__, torch.version.cuda or "", torch.distributed.is_available(), gpus]))
 """
 _LITTLE_SHARED_MEMORY, _LITTLE_DISK = 256 * 2**20, 2**30
-"""Minimum number of free bytes in shared memory and on the disk. With less shared memory, a data
+"""Minimum free space, in bytes, in shared memory and on the disk. With less shared memory, a data
 loader with workers soon fails. With less disk space, saving a checkpoint soon fails. By default,
 Docker gives a container only 64 MiB of shared memory."""
 
 
 def checks_of_machine(shared_memory: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:
-    """Check this machine, and yield the result of each check.
+    """Check this machine and yield the result of each check.
 
-    The checks are ordered so that the first failure explains the later failures.
+    The checks are ordered so that the first failure explains later failures.
     """
     yield Diagnosis(True, f"client {installed_version()}, Python {platform.python_version()} ({sys.executable})")
     linux = platform.system() == "Linux"

@@ -35,20 +35,20 @@ from ddpjob.local.environment import HOST
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
 WIDE = ("DURATION", "GPUHOURS", "ATRISK", "REASON")
 NO_STATUS_SECONDS = 30
-"""If a job has no status this many seconds after its creation, it is assumed that no operator
-manages the job."""
+"""A job that has no status this many seconds after its creation is assumed to have no operator."""
 QUIET_SECONDS = 30
-"""If a training job has not reported new progress for this many seconds, `why` mentions it."""
+"""If a training job has reported no new progress for this many seconds, `why` mentions this."""
 _SHOWN = 8
 """Maximum number of pods, restarts or events that `describe` lists individually."""
 PAGE = "docs/troubleshooting.md"
 
 
 def table(rows: Sequence[Sequence[str]], widths: list[int] | None = None) -> list[str]:
-    """Return a line for each row, with aligned columns, as kubectl prints them.
+    """Return one line per row, with aligned columns, as kubectl prints them.
 
-    `widths` are the columns' minimum widths. The list is updated to the actual widths. If a caller
-    passes the same list again, the new lines are therefore aligned with the earlier lines.
+    `widths` contains the minimum widths of the columns, and is updated to their actual widths. A
+    caller that passes the same list again therefore gets lines that are aligned with the earlier
+    ones.
     """
     widths = [] if widths is None else widths
     columns = zip(widths or [0] * len(rows[0]), zip(*rows, strict=True), strict=True)
@@ -62,7 +62,7 @@ def header(*, wide: bool = False, namespaces: bool = False) -> tuple[str, ...]:
 
 
 def row(body: Json, now: datetime, *, wide: bool = False, namespaces: bool = False) -> tuple[str, ...]:
-    """Return the cells of a job's row, with the same texts as in `kubectl get ddp`."""
+    """Return the cells of a job's row. Their texts are the same as in `kubectl get ddp`."""
     stored, meta = body.get("status") or {}, body["metadata"]
     status = JobStatus.read(stored)
     progress = status.progress
@@ -83,17 +83,17 @@ def phase(body: Json) -> str:
 
 
 def took(body: Json, now: datetime) -> str:
-    """Return the time for which the job has run.
+    """Return how long the job has run, as text.
 
-    The time ends when the job ends. It begins when the job was started or, if the job was
-    suspended, when the job was last resumed.
+    The time begins when the job was started or, after a suspension, when the job was last resumed.
+    It ends when the job ends.
     """
     status = JobStatus.read(body.get("status") or {})
     return _since(status.start_time, status.completion_time or now) if status.start_time else ""
 
 
 def gpu_hours(seconds: int) -> str:
-    """Return GPU seconds as GPU hours; empty for 0."""
+    """Return a number of GPU seconds as GPU hours; empty for 0."""
     hours = seconds / 3600
     return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2f}" if seconds else ""
 
@@ -104,9 +104,9 @@ def _since(then: datetime | None, now: datetime) -> str:
 
 @contextmanager
 def readable(body: Json) -> Iterator[None]:
-    """Raise Mistake, instead of a ValidationError, if the code in this `with` cannot read a job.
+    """Raise Mistake instead of a ValidationError if the enclosed code cannot read a job.
 
-    A job cannot be read if only a newer release knows its values.
+    This happens if the job contains values that only a newer release knows.
     """
     try:
         yield
@@ -119,7 +119,7 @@ def readable(body: Json) -> Iterator[None]:
 def warnings(bodies: Sequence[Json]) -> Iterator[str]:
     """Yield a warning for each job whose ranks do not form a group.
 
-    In such a job, each rank trains a separate model. The job's row does not show this.
+    In such a job, each rank trains a separate model, which the row in the table does not show.
     """
     for body in bodies:
         status = JobStatus.read(body.get("status") or {})
@@ -138,7 +138,7 @@ def warnings(bodies: Sequence[Json]) -> Iterator[str]:
 def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], now: datetime) -> Iterator[str]:
     """Yield lines that describe everything important about a job.
 
-    The lines fit on one screen, however many nodes the job has.
+    However many nodes the job has, the lines fit on one screen.
     """
     with readable(body):
         job = DDPJob.read(body)
@@ -206,7 +206,7 @@ def _pairs(*pairs: tuple[str, str]) -> Iterator[str]:
 
 
 def _record(body: Json) -> Iterator[tuple[str, str]]:
-    """Yield a (label, text) pair for the git commit, one for the GPU, and one for all packages."""
+    """Yield a (label, text) pair for the git commit, for the GPU, and for all packages together."""
     packages = []
     for label, text in record_of(body):
         if label in ("git commit", "GPU"):
@@ -235,9 +235,9 @@ def _nodes(job: DDPJob) -> str:
 
 
 def _ranks(status: JobStatus) -> str:
-    """Return a text that lists the nodes in the order of their ranks.
+    """Return a text that lists the nodes in rank order.
 
-    The text is empty if the status does not contain this order.
+    The text is empty if the status does not contain the rank order.
     """
     runs: list[list[int]] = []
     for index in status.rank_order:
@@ -257,26 +257,26 @@ def _progress(status: JobStatus) -> str:
 
 
 def time_is_left(status: JobStatus) -> bool:
-    """Whether to mention the remaining time.
+    """Whether the remaining time should be mentioned.
 
-    If the job has finished or is suspended, the remaining time is omitted.
+    It is omitted if the job has finished or is suspended.
     """
     return not (status.terminal or status.holds(ConditionType.SUSPENDED))
 
 
 def restart_counts(status: JobStatus, most: int) -> str:
-    """Return a text with the numbers of counted, allowed and uncounted restarts.
+    """Return a text that gives the numbers of counted, allowed and uncounted restarts.
 
-    The text is empty before the first restart.
+    Before the first restart, the text is empty.
     """
     counts = status.restarts
     return f"{counts.counted} of {counts.limit(most)} counted, {counts.uncounted} not counted" if counts.total else ""
 
 
 def _gpu_use(status: JobStatus) -> str:
-    """Return a text with the GPU time that the job has used and the number of GPUs that it holds.
+    """Return a text about the GPU time that a job has used and the GPUs that it holds.
 
-    The text is empty if the job has not used any GPUs.
+    If the job has not used any GPUs, the text is empty.
     """
     held = f"{count(status.gpu_use.held, 'GPU')} held" if status.gpu_use is not None else ""
     spent = f"{gpu_hours(status.gpu_seconds)} ({status.gpu_seconds:,} GPU seconds)" if status.gpu_seconds else ""
@@ -286,7 +286,7 @@ def _gpu_use(status: JobStatus) -> str:
 def _repeated_work(status: JobStatus) -> str:
     """Return a text that says how much work was repeated after restarts.
 
-    The text also gives the number of restarts after which the amount of repeated work is unknown.
+    The text also says after how many restarts the amount of repeated work is unknown.
     """
     counts = status.restarts
     parts = [f"{count(counts.repeated_steps, 'step')}, {counts.repeated_seconds:.1f} s"]
@@ -298,14 +298,14 @@ def _repeated_work(status: JobStatus) -> str:
 def at_risk(status: JobStatus) -> str:
     """Return a text that says how much work would be repeated if a node were lost now.
 
-    If the amount of work is unknown, or if the job has finished, the text is empty.
+    The text is empty if this amount is unknown, or if the job has finished.
     """
     steps = status.progress.get(AT_RISK)
     return f"at most {count(int(steps), 'step')}" if is_number(steps) and not status.terminal else ""
 
 
 def slot_lines(status: JobStatus) -> Iterator[str]:
-    """Yield a line for each group of adjacent slots in the same state."""
+    """Yield a line for each group of adjacent slots that are in the same state."""
     numbered = list(enumerate(status.slots))
     for alike, group in groupby(numbered, key=lambda pair: (pair[1].state, pair[1].reason, pair[1].failures)):
         members = list(group)
@@ -322,9 +322,9 @@ def slot_lines(status: JobStatus) -> Iterator[str]:
 
 
 def _pods(pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
-    """Yield a table of the pods that need attention, and the number of pods that are not listed.
+    """Yield a table of the pods that need attention, and lines that count the other pods.
 
-    If the job has only a few pods, all of them are listed.
+    If the job has only a few pods, the table contains all of them.
     """
     notable = [pod for pod in pods if pod.state not in ("Running", "Completed")]
     quiet = [pod for pod in pods if pod not in notable]
@@ -349,7 +349,7 @@ def _tally(words: Iterable[str]) -> str:
 def restart_line(restart: Restart, now: datetime) -> str:
     """Describe a restart in one line.
 
-    The line says when and why the restart happened, whether it counted, and how long it took.
+    The line says when and why the job restarted, whether the restart counted, and how long it took.
     """
     counted = "counted" if restart.counted else "not counted"
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
@@ -375,10 +375,10 @@ def _first_line(text: str) -> str:
 
 
 def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
-    """Yield lines that explain why a job waits or failed, and what to do about it."""
+    """Yield lines that explain why a job is waiting or has failed, and what to do about it."""
     yield from _state(body, pods, now)
     name, meta = body["metadata"]["name"], body["metadata"]
-    # Kubernetes itself sets and removes these two finalizers.
+    # Ignore the two finalizers that Kubernetes sets and removes by itself.
     held = [it for it in meta.get("finalizers") or () if it not in ("foregroundDeletion", "orphan")]
     deleted = parse_time(meta.get("deletionTimestamp"))
     if held and deleted is not None:
@@ -401,8 +401,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)
     if state == "Interrupted" and body["spec"].get("image") == "":
-        # The image is empty only if PastJobs has read the job from its checkpoint folder.
-        # Everything known about the job comes from this folder.
+        # Only PastJobs returns jobs with an empty image. Everything known about such a job comes
+        # from its checkpoint folder.
         yield f"{name}: its end was not recorded. It was suspended, deleted or interrupted, or it is still training."
         return
     if state == "Interrupted":
@@ -416,7 +416,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield from _without_status(body, now)
         return
     if status.holds(ConditionType.COMPLETE):
-        # The duration is unknown if the job completed while it was suspended.
+        # If the job completed while it was suspended, the duration is unknown.
         ran = took(body, now)
         yield f"{name} is complete{f': it ran for {ran}' if ran else ''}."
         complete = status.condition(ConditionType.COMPLETE)
@@ -460,8 +460,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
         return
     last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
-    # If the restart budget is spent, explain the last failure that counted instead, because the
-    # user has to correct that failure.
+    # If the restart budget is spent, explain the last failure that counted, because the user has to
+    # correct that failure.
     spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
@@ -470,10 +470,10 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 
 
 def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterator[str]:
-    """Yield a line if a pod that the status shows as running does not exist.
+    """Yield a line if the status shows a running pod that does not exist.
 
-    A running operator replaces a lost pod immediately, so the operator might have stopped. If
-    `pods` is empty, nothing is yielded, because the user might not be permitted to list pods.
+    A running operator replaces a lost pod immediately, so the operator may have stopped. If `pods`
+    is empty, nothing is yielded, because the user might not be permitted to list pods.
     """
     there = {pod.name for pod in pods}
     for index, slot in enumerate(status.slots) if there else ():
@@ -503,11 +503,11 @@ def _notable(status: JobStatus) -> Iterator[Condition]:
 
 
 def _explained(condition: Condition) -> Iterator[str]:
-    """Yield the explanation that PAGE, the troubleshooting page, contains for a condition.
+    """Yield the explanation of a condition from the troubleshooting page (PAGE).
 
-    An explanation of the condition's message takes precedence over one of its reason. If a
-    container cannot start for a reason that PAGE does not list, the explanation of ErrImagePull is
-    used.
+    PAGE may explain the condition's message as well as its reason. In that case, the explanation of
+    the message is used. If a container cannot start for a reason that PAGE does not list, the
+    explanation of ErrImagePull is used.
     """
     known, reason = remedies(), condition.reason
     texts = (name for name in known if name.startswith(SAID) and name[len(SAID) :] in condition.message)
@@ -521,18 +521,17 @@ def _explained(condition: Condition) -> Iterator[str]:
 
 
 SAID = "message "
-"""Prefix in the names of the remedies that belong to messages instead of reasons. Such a remedy
-applies to a message that contains the rest of the remedy's name."""
+"""Prefix of the names of remedies that belong to messages instead of reasons. The rest of such a
+name is a text. The remedy applies to messages that contain this text."""
 _STATUS = re.compile(r"^\([^)]*\) ")
-"""Matches the status of a condition, such as `(True) `, at the beginning of a text in PAGE. If the
-reason that the text explains occurs while the condition is True, PAGE adds the status to the
-text."""
+"""Matches the status of a condition, such as `(True) `, at the beginning of a text in PAGE. PAGE
+adds this status to a text that explains a reason which occurs while the condition is True."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:
     """Return the first condition that keeps a job from training.
 
-    If the job is training or complete, return None.
+    Return None if the job is training or complete.
     """
     if status.holds(ConditionType.COMPLETE):
         return None
@@ -572,9 +571,9 @@ def _without_status(body: Json, now: datetime) -> Iterator[str]:
 
 @cache
 def remedies() -> dict[str, dict[str, str]]:
-    """Return a mapping from each reason to its meaning and its remedy.
+    """Return a mapping from each reason to its meaning and remedy.
 
-    The mapping was generated from docs/troubleshooting.md.
+    The mapping is generated from docs/troubleshooting.md.
     """
     text = resources.files(__package__).joinpath("remedies.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)

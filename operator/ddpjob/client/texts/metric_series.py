@@ -7,9 +7,9 @@ A curve is drawn in stretches. No line connects the stretches before and after a
 nothing was measured during the outage.
 
 The starts of a job are numbered 0, 1, and so on, and each value carries the number of the start
-after which it was measured. After a restart, some steps are repeated, and the newest value of a
-step counts. If an older value lies between newer ones, it is dropped, because it belongs to work
-that was discarded. If steps have not been repeated yet, their older values are kept as a separate
+after which it was measured. After a restart, some steps are repeated, and the latest value of a
+step counts. An earlier value that lies between later ones is dropped, because it belongs to work
+that was discarded. Earlier values of steps that have not been repeated yet are kept as a separate
 stretch.
 """
 
@@ -26,12 +26,12 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import is_number
 
 LARGEST = 1e300
-"""Curves contain only values that are smaller than this limit. The sum of larger values could be
-infinite, and a larger integer can be too large for a float."""
+"""Values that are not smaller than this limit are left out of curves. Their sum could be infinite,
+and a larger integer could be too large for a float."""
 _LAST_STEP = 2**63
 _LAST_EPOCH = 1e9
 _NAMES = 40
-"""Maximum number of different metrics kept for a step or an evaluation."""
+"""Maximum number of metrics that are kept, for training steps and for evaluations separately."""
 _NO_CURVES = ("event", "time", "step", "epoch", "eta", "round")
 AXES = ("step", "time", "epoch")
 """The possible horizontal axes of a curve."""
@@ -40,9 +40,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a step's newest values: the start after which they were measured, and the
-    time.
-    """
+    """The start and the time that the latest values of a step come from."""
 
     start: int
     """The number of the start after which the values were measured."""
@@ -52,9 +50,9 @@ class Origin:
 
 @dataclass
 class MetricSeries:
-    """The measurements of a job. If a step was repeated, only its newest values are kept.
+    """The measurements of a job. If a step was repeated, only the latest values are kept.
 
-    `steps` and `evaluations` map the name of each metric to its values by step.
+    `steps` and `evaluations` map the name of each metric to a mapping from steps to values.
     """
 
     steps: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -62,31 +60,32 @@ class MetricSeries:
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
     """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
-    """The step after which training continued, for the first start and for each restart."""
+    """The steps after which training continued: one for the first start, and one for each
+    restart."""
     restarts: int = 0
-    """Number of starts, not counting the first start of each job. Several jobs might have used the
-    folder."""
+    """Number of restarts. If several jobs used the folder, the first start of each job does not
+    count."""
     repeated: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges of repeated steps. Each has the step after which training continued, and the last step
-    that is known to have been completed before the restart."""
+    """Ranges of repeated steps. A range consists of the step after which training continued, and
+    the last step that is known to have been completed before the restart."""
     not_finite: set[int] = field(default_factory=set)
-    """Training steps whose loss is NaN or infinite. Files contain null instead."""
+    """Training steps whose loss is NaN or infinite. In the file, their loss is null."""
     without_loss: set[int] = field(default_factory=set)
     """Training steps without a reported loss."""
     made: dict[int, Origin] = field(default_factory=dict)
-    """Origin of the newest values for each training step."""
+    """Origin of the latest values of each training step."""
     evaluated: dict[int, Origin] = field(default_factory=dict)
-    """Origin of the newest values for each evaluation."""
+    """Origin of the latest values of each evaluation."""
     epochs: dict[int, float] = field(default_factory=dict)
     began: float = math.inf
     """The earliest time in any line."""
 
     def positions(self, by: str) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the position of each training step, and of each evaluation, on the axis `by`.
+        """Return the positions of training steps and of evaluations on the axis `by`.
 
         On the axis `time`, a position is the number of seconds since the first line. On the axis
         `epoch`, the steps of an epoch are spread evenly, so a step in the middle of the second
-        epoch is at 1.5. If a position is unknown, the step or evaluation is left out.
+        epoch is at 1.5. Steps and evaluations whose position is unknown are left out.
         """
         if by == "epoch":
             found = _fractions(self.epochs)
@@ -99,7 +98,7 @@ class MetricSeries:
         return {step: origin.time - self.began for step, origin in origins.items() if origin.time is not None}
 
     def stretches(self, curve: Mapping[int, float], where: tuple[dict[int, float], dict[int, float]]) -> list[Points]:
-        """Return the points of a curve, with a separate list for each stretch between two restarts.
+        """Return the points of a curve, in a separate list for each stretch between restarts.
 
         A point is (position, value). `where` is the result of `positions`.
         """
@@ -125,7 +124,7 @@ class MetricSeries:
         return [first[start] for start in sorted(first) if start > min(first)]
 
     def missing_beginning(self) -> str:
-        """Return a note on where the curves begin, if an earlier run trained the earlier steps.
+        """Return a note on where the curves begin if an earlier run trained the first steps.
 
         If the curves begin with the first step, the note is empty.
         """
@@ -134,9 +133,9 @@ class MetricSeries:
         return f"the curves start after step {self.starts[0]}, where training continued from a checkpoint"
 
     def after_last_loss(self) -> str:
-        """Return a note if the newest steps have no finite loss, or report no loss.
+        """Return a note if the loss of the latest steps is not finite or was not reported.
 
-        If their loss is finite, the note is empty.
+        If these steps have a finite loss, the note is empty.
         """
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1
@@ -152,7 +151,10 @@ class MetricSeries:
 
 
 def rows_of(series: MetricSeries) -> list[dict[str, float]]:
-    """Return a row for each step, in order. Metrics on the test set have the prefix `eval_`."""
+    """Return one row per step, in order.
+
+    The names of metrics on the test set begin with `eval_`.
+    """
     rows: dict[int, dict[str, float]] = {}
     for prefix, curves in (("", series.steps), ("eval_", series.evaluations)):
         for name, curve in curves.items():
@@ -169,10 +171,10 @@ def _note_loss(series: MetricSeries, step: int, row: dict[str, Any]) -> None:
 
 
 def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
-    """Return each step's position, measured in epochs.
+    """Return the position of each step, in epochs.
 
-    If the script has reported fractions of epochs, they are used without change. Otherwise, the
-    steps of each epoch are spread evenly.
+    If the script has reported fractions of epochs, they are used unchanged. Otherwise, the steps of
+    each epoch are spread evenly.
     """
     if any(epoch != int(epoch) for epoch in epochs.values()):
         return dict(epochs)
@@ -180,8 +182,8 @@ def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
     for step in sorted(epochs):
         ends[epochs[step]] = step
     order = sorted(ends)
-    # Training might have continued in the middle of an epoch, so it is unknown where the first
-    # epoch with steps began.
+    # Training might have continued in the middle of an epoch, so the beginning of the first epoch
+    # with steps is unknown.
     begin = min(epochs, default=1) - 1 if order and order[0] != 1 else 0
     spans, length = dict[float, tuple[int, int]](), 1
     for epoch in order:
@@ -204,13 +206,13 @@ def _is_step(value: object) -> bool:
 
 
 def read_metrics(text: str) -> MetricSeries:
-    """Read `text`, which is the end of metrics.jsonl. Lines that cannot be read are skipped."""
+    """Read the end of metrics.jsonl from `text`. Lines that cannot be read are skipped."""
     series, newest, run = MetricSeries(), 0, ""
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            # The line is incomplete. Either `text` begins in the middle of it, or its writer was
+            # The line is incomplete, because `text` begins in the middle of it or its writer was
             # killed.
             continue
         event = row.get("event") if isinstance(row, dict) else None
@@ -228,7 +230,7 @@ def read_metrics(text: str) -> MetricSeries:
             continue
         step = row["step"]
         origins = series.made if event == "step" else series.evaluated
-        # A step that has not been repeated since the newest start keeps its origin.
+        # A step that has not been repeated since the latest start keeps its origin.
         if step not in origins or step + (event == "eval") > (series.starts or [-1])[-1]:
             origins[step] = Origin(max(len(series.starts) - 1, 0), time)
         if is_number(epoch := row.get("epoch")) and abs(epoch) < _LAST_EPOCH:

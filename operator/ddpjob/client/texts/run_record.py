@@ -1,8 +1,8 @@
 """Reads the commit from which a job was submitted, and the GPU model and package versions that it
 used.
 
-The client writes the git commit of the folder that a job is submitted from into annotations. Rank 0
-sends its GPU and the versions of its packages with its first report, and the status keeps them.
+When a job is submitted from a folder, the client records the folder's git commit in annotations.
+Rank 0 sends its GPU model and package versions with its first report, and the status keeps them.
 Neither source can be trusted, so the values are checked and bounded when they are read.
 """
 
@@ -18,14 +18,14 @@ from ddpjob_runtime.protocol import ENVIRONMENT, read_environment
 from ddpjob.api.job_spec import Json
 
 COMMIT, DIRTY = "ddpjob.io/git-commit", "ddpjob.io/git-dirty"
-"""Names of two annotations. The first contains the commit's hash. The second contains "true" if
-tracked files had uncommitted changes."""
+"""Names of two annotations. The first contains the hash of the commit. The second contains "true"
+if tracked files had uncommitted changes."""
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _SECONDS = 5.0
 
 
 def record_of(body: Json) -> Iterator[tuple[str, str]]:
-    """Yield a (label, text) pair for the commit, for the GPU, and for the version of each package.
+    """Yield (label, text) pairs for the commit, the GPU, and the version of each package.
 
     Unknown values are left out.
     """
@@ -42,9 +42,9 @@ def record_of(body: Json) -> Iterator[tuple[str, str]]:
 
 
 def with_commit(manifest: Json, *, again: bool = False) -> Json:
-    """Return a job's manifest with the git commit of the current folder in its annotations.
+    """Return a job's manifest with the current folder's git commit in its annotations.
 
-    An existing commit is kept, because a job that runs again on a cluster runs the code that it was
+    An existing commit is kept, because a job that is rerun on a cluster runs the code that it was
     submitted with. With `again`, the existing commit is replaced, because the job then runs the
     code in the current folder.
     """
@@ -56,14 +56,14 @@ def with_commit(manifest: Json, *, again: bool = False) -> Json:
 
 
 def git_notes(folder: Path) -> dict[str, str]:
-    """Return the annotations for a job that is submitted from a folder.
+    """Return the git annotations for a job that is submitted from a folder.
 
-    If the folder is not in a git repository with a commit, there are no annotations.
+    There are none if the folder is not in a git repository with a commit.
     """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None or not _HASH.fullmatch(commit):
         return {}
-    # Ignore untracked files. There are often many untracked files, and they can be data or results.
+    # Ignore untracked files, because they are often numerous, and can be data or results.
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {COMMIT: commit, DIRTY: str(bool(changes)).lower()}
 

@@ -1,17 +1,17 @@
 """Leader election with client-go's algorithm. Only the replica that holds the Lease acts.
 
 Two replicas must never act at the same time, and a replica that dies must be replaced soon. The
-algorithm must not rely on two machines having the same time.
+algorithm must not rely on synchronized clocks.
 
 - The holder renews the Lease every RETRY_SECONDS. If no renewal has succeeded for RENEW_SECONDS,
-  the holder stops acting. These seconds are counted from the moment when the holder began its last
-  successful write.
+  the holder stops acting. This time is counted from the beginning of the holder's last successful
+  write.
 - The other replicas read the Lease every RETRY_SECONDS. If a replica has seen no new version of the
   Lease for LEASE_SECONDS, it takes the Lease. LEASE_SECONDS is the Lease's duration, and each
   replica measures it on its own monotonic clock. Replicas never compare `renewTime`, which is for
   human readers.
-- Every write contains the resource version that the writer has read. If two replicas write at the
-  same time, one of them therefore gets a conflict.
+- Every write contains the resource version that the writer has read, so if two replicas write at
+  the same time, one of them gets a conflict.
 
 Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
 
@@ -44,38 +44,40 @@ from ddpjob.unavailable import Unavailable
 log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
-"""Duration of a Lease, maximum time between its renewals, and interval between attempts, in
-seconds. The values are the defaults of Kubernetes' own components."""
+"""Duration of a Lease, maximum time between two renewals, and interval between attempts, all in
+seconds. The values are the defaults of Kubernetes' own components.
+"""
 assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must stop before another replica may act"
 _AGAIN_SECONDS = 0.5
-"""Number of seconds after which a failed renewal is tried again."""
+"""Number of seconds after which a failed renewal is retried."""
 _RELEASE_SECONDS = 3.0
 
 
 class LeadershipLost(RuntimeError):
-    """This replica could not renew its Lease in time.
-
-    The replica has stopped acting, because another replica could act soon.
+    """This replica could not renew its Lease in time. It has stopped acting, because another
+    replica may take the Lease soon.
     """
 
 
 class Lease:
-    """The Lease `name` from the point of view of one replica, which is `identity`."""
+    """The Lease `name` from the point of view of the replica `identity`."""
 
     def __init__(self, rest: Rest, namespace: str, name: str, identity: str) -> None:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
         self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._own: Json | None = None
-        """The Lease as this replica last wrote it. If another replica might have written the Lease
-        since then, this is None."""
+        """The Lease as this replica last wrote it; None if another replica might have written it
+        since.
+        """
         self._version: str | None = None
         self._seen = 0.0
         """The time at which this replica first saw the current version of the Lease, in monotonic
         seconds."""
         self._read = float("-inf")
         self.written = float("-inf")
-        """The time at which this replica began its last write to the Lease. Other replicas see the
-        write later, and measure the Lease's duration from that later time."""
+        """The time at which this replica began its last write to the Lease. Other replicas see that
+        write later, and measure the Lease's duration from the time at which they see it.
+        """
 
     @property
     def read_lately(self) -> bool:
@@ -86,7 +88,7 @@ class Lease:
         """Take or renew the Lease, and return whether this replica holds it now.
 
         The result is False if another replica holds the Lease or has just taken it. Raises ApiError
-        and Unavailable.
+        or Unavailable.
         """
         try:
             if await self._renewed():
@@ -110,7 +112,7 @@ class Lease:
         """Renew the Lease without reading it first, and return whether this succeeded.
 
         The renewal is tried only if this replica was the last to write the Lease. If the renewal
-        does not succeed, the Lease must be read.
+        fails, the caller must read the Lease.
         """
         own, self._own = self._own, None
         if own is None:
@@ -145,20 +147,14 @@ class Lease:
             )
 
     def observe(self, found: Json | None) -> None:
-        """Record the state of the Lease that the API server has returned.
-
-        None means that the Lease does not exist.
-        """
+        """Record the Lease as the API server has returned it; None if it does not exist."""
         self._read = time.monotonic()
         version = found["metadata"]["resourceVersion"] if found is not None else ""
         if version != self._version:
             self._version, self._seen = version, time.monotonic()
 
     async def _may_have(self, found: Json | None) -> bool:
-        """Whether this replica may take the Lease.
-
-        `found` is the Lease's state, which was just observed.
-        """
+        """Whether this replica may take the Lease. `found` is the Lease that was just observed."""
         return not self.is_held_by_another(found)
 
     def is_held_by_another(self, found: Json | None) -> bool:
@@ -180,10 +176,10 @@ class Lease:
         return taken
 
     async def _write(self, found: Json, spec: Json) -> Json:
-        """Replace the Lease `found` with one that has this spec.
+        """Replace the spec of the Lease `found`.
 
-        The metadata contains the resource version that was read. If another replica has written the
-        Lease in the meantime, the API server therefore rejects the write.
+        The metadata contains the resource version that was read. The API server therefore rejects
+        the write if another replica has written the Lease in the meantime.
         """
         return await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
 

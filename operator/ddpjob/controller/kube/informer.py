@@ -1,21 +1,22 @@
 """Caches Kubernetes objects. An `Informer` fills its cache by a list request, then by a watch.
 
-kopf watches the jobs (`job_cache.py`). This module follows the objects that the operator makes for
-them. kopf does not report deletions while its watch is interrupted, and keeps no copies to read.
+kopf watches the jobs (`job_cache.py`). This module follows the objects that the operator creates
+for jobs. kopf would not be suitable for these objects, because it misses deletions while its watch
+is interrupted, and keeps no copies to read.
 
 A reconcile reads the cache without asking the API server. The cache must therefore never go back in
 time, must detect deletions made while no watch was open, and must survive every kind of failure.
 
-- A list gives all objects and the version of the collection. Known objects that are not in the list
-  have been deleted. The watch starts at the collection's version and continues from the last
+- A list contains all objects and the version of the collection. Known objects that are not in the
+  list have been deleted. The watch starts at the collection's version and continues from the last
   event's version.
 - Each object has its own version, and the later of two versions is kept. The responses to the
   operator's own writes enter the cache (`take`), so the next reconcile sees the writes even if the
   watch is late. If the watch then shows an older version, its event is ignored.
-- Versions are compared as numbers. With etcd, this comparison has always been valid. Kubernetes
-  guarantees it since 1.35.
+- Versions are compared as numbers. With etcd, this comparison has always been valid. Kubernetes has
+  guaranteed it since 1.35.
 
-Example of the operator's own writes to a Workload reaching the cache before the watch's events:
+In this example, the operator's own writes to a Workload reach the cache before the watch's events:
 
     list             the Workload is at version 40, the collection at 52; watch from 52
     own write        the response has version 57, which the cache keeps
@@ -32,7 +33,7 @@ While the API server is unavailable, the known state is kept.
 Three rules limit the memory. All informers together parse only one page at a time. A page larger
 than PAGE_BYTES is requested again as several smaller pages. Only views of objects are kept.
 
-Why: docs/decisions/0013.
+See docs/decisions/0013.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ _SILENCE = 75.0
 least a bookmark from the API server every minute."""
 TURN_SECONDS = 0.02
 """Maximum time in seconds for which one watch may occupy the event loop when thousands of events
-arrive at once. During this time, all other work has to wait, including renewing the Lease."""
+arrive at once. Meanwhile, all other work has to wait, including renewals of the Lease.
+"""
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
-"""If an optional collection is forbidden or not served, it is requested again after this number of
-seconds."""
+"""Number of seconds after which a forbidden or unserved optional collection is requested again."""
 
 
 class Cache(Generic[View]):
@@ -96,22 +97,24 @@ class Cache(Generic[View]):
         """Set when the collection has been listed for the first time. The cache is then
         complete."""
         self.answered = asyncio.Event()
-        """Set together with `listed`. If the API server refuses access to the collection, it is set
-        earlier."""
+        """Set together with `listed`, or earlier if the API server refuses access to the
+        collection.
+        """
         self.served = False
-        """Whether the collection has been listed. If an optional collection is later forbidden or
-        no longer served, the value becomes False again."""
+        """Whether the collection has been listed. Reset to False if an optional collection is later
+        forbidden or no longer served.
+        """
         self._views: dict[Id, View] = {}
         self._versions: dict[Id, int] = {}
         self._floor = 0
-        """Version of the last list. An event up to this version is already part of that list."""
+        """Version of the last list. Events up to this version are already part of the list."""
         self._latest = 0
         """The latest known version of the collection."""
         self._logged_forbidden = False
         self._errors = WATCH_ERRORS.labels(path.rpartition("/")[2])
 
     def get(self, namespace: str, name: str) -> View | None:
-        """Return the view of an object, or None if the cache has no such object."""
+        """Return the view of an object, or None if the object is not in the cache."""
         return self._views.get((namespace, name))
 
     def views(self) -> tuple[View, ...]:
@@ -148,7 +151,9 @@ class Cache(Generic[View]):
             self.on_change(before, view)
 
     def forget(self, namespace: str, name: str) -> None:
-        """Remove an object from the cache. The response to a request has shown that it is gone."""
+        """Remove an object from the cache, because the response to a request has shown that it is
+        gone.
+        """
         self._remove((namespace, name))
 
     def _remove(self, key: Id) -> None:
@@ -200,8 +205,8 @@ class Cache(Generic[View]):
     def _remove_but(self, found: Collection[Id], version: int) -> None:
         """Remove the objects that a list of the collection does not contain.
 
-        `version` is the version of the list. If the known version of an object is later than
-        `version`, the object was created after the list, so it stays in the cache.
+        `version` is the version of the list. An object whose known version is later was created
+        after the list, so it stays in the cache.
         """
         for key in [k for k, known in self._versions.items() if k not in found and known <= version]:
             self._remove(key)
@@ -220,7 +225,7 @@ class Cache(Generic[View]):
 class Informer(Cache[View]):
     """A cache that follows its collection on its own, by a list and then a watch.
 
-    An `optional` collection can be forbidden or not served. In this case, the cache is empty.
+    If an `optional` collection is forbidden or not served, the cache is empty.
     """
 
     def __init__(
@@ -242,8 +247,7 @@ class Informer(Cache[View]):
         self._page, self._optional = page, optional
         self._version = ""
         self._broken = False
-        """Whether the last watch broke. A possible reason is that etcd was restored from a
-        backup."""
+        """Whether the last watch broke, for example because etcd was restored from a backup."""
 
     # --- following
 
@@ -315,7 +319,7 @@ class Informer(Cache[View]):
         """Whether the API server's version is earlier than the latest version known here.
 
         If it is, a watch from the known version would report neither events nor an error until the
-        API server reaches the known version again.
+        API server reaches that version again.
         """
         query = {**self._query, "limit": "1"}
         page = await self.rest.request("GET", self.path, query=query, accept=METADATA_LIST)
@@ -355,8 +359,8 @@ class Informer(Cache[View]):
         turn = time.perf_counter()
         async for event in self.rest.watch(self.path, query, _SILENCE, accept=self._accept):
             if time.perf_counter() - turn > TURN_SECONDS:
-                # Let other tasks run here. They cannot run while events are read that have already
-                # arrived.
+                # Let other tasks run. They cannot run while this loop reads events that have
+                # already arrived.
                 await asyncio.sleep(0)
                 turn = time.perf_counter()
             kind, body = event["type"], event["object"]
@@ -381,7 +385,7 @@ class Informer(Cache[View]):
         key = id_of(body)
         if self._versions.get(key, 0) <= version_of(body):
             if key in self._views:
-                # The object's last state, which the event contains, may show why it ended.
+                # The event contains the object's last state, which may show why the object ended.
                 self.take(body)
             self._remove(key)
 
@@ -396,7 +400,7 @@ def version_of(body: Json) -> int:
     """Return the version of an object or of a list.
 
     The version is a number that grows with every change on the API server. Versions in the same
-    collection can be compared. Kubernetes has guaranteed since 1.35 (KEP-5504) that this comparison
-    is valid. With etcd, the comparison has always been valid.
+    collection can be compared. This comparison has always been valid with etcd, and Kubernetes has
+    guaranteed it since 1.35 (KEP-5504).
     """
     return int(body["metadata"]["resourceVersion"])

@@ -38,8 +38,9 @@ STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _DEEPEST = 50_000
-"""Python's recursion limit while an object is read that is nested too deeply for the usual limit.
-The API server allows 10,000 levels, and reading each level takes three nested calls."""
+"""Python's recursion limit while reading an object that is nested too deeply for the usual limit.
+The API server allows 10,000 levels, and reading each level takes three nested calls.
+"""
 _TRANSPORT_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
@@ -73,10 +74,10 @@ class Rest:
 
     @classmethod
     async def connect(cls, connections: int = 64) -> Rest:
-        """Connect with the service account in a pod, and with the kubeconfig anywhere else.
+        """Connect with the service account in a pod, or with the kubeconfig anywhere else.
 
-        The kubeconfig is found in the same way as by kubectl, through the environment. Raises
-        NoCredentials if neither can be used.
+        Like kubectl, this method finds the kubeconfig through the environment. Raises NoCredentials
+        if neither the service account nor the kubeconfig can be used.
         """
         try:
             config.load_incluster_config()
@@ -95,9 +96,9 @@ class Rest:
         """Connect to the API server with these settings of the official client."""
         settings.connection_pool_maxsize = connections
         settings.disable_strict_ssl_verification = True  # See `login.Connection` for the reason.
-        # Look up the proxy only once. With `trust_env`, aiohttp would look up the proxy in a thread
-        # for each request. aiohttp would also use credentials from ~/.netrc, which are not meant
-        # for the API server.
+        # Look up the proxy only once. With `trust_env`, aiohttp would look it up in a thread for
+        # each request, and would use credentials from ~/.netrc that are not meant for the API
+        # server.
         settings.proxy = settings.proxy or _proxy(settings.host)
         settings.client_session_kwargs = {"trust_env": False}
         api = client.ApiClient(configuration=settings)
@@ -120,10 +121,10 @@ class Rest:
     ) -> Json:
         """Send a request, and return the JSON object in the response.
 
-        If the response has more than `most` bytes, stops reading it and raises TooLarge. Raises
+        If the response has more than `most` bytes, stop reading it and raise TooLarge. Raises
         ApiError for any 4xx status except 429. Raises Unavailable for 429, 5xx and failed
-        connections, and also for a response that is not a JSON object. Such a response does not
-        come from the API server itself, but from a proxy in front of it.
+        connections. Also raises Unavailable if the response is not a JSON object, because it then
+        comes from a proxy in front of the API server.
         """
         try:
             response = await self._send(
@@ -193,10 +194,7 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
 
 
 def _words(error: Exception) -> str:
-    """Describe a transport error.
-
-    If a whole request takes too long, aiohttp raises an error without a message.
-    """
+    """Describe a transport error. aiohttp's error for a request timeout has no message."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"no response within {REQUEST_SECONDS} s"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -214,8 +212,7 @@ def _proxy(host: str) -> str | None:
 def _in_a_network_of(no_proxy: str, host: str) -> bool:
     """Whether NO_PROXY contains a network, such as 10.96.0.0/12, that includes the host.
 
-    kubectl supports networks in NO_PROXY. In NO_PROXY, Python supports only names and single
-    addresses.
+    kubectl supports networks in NO_PROXY, but Python supports only names and single addresses.
     """
     for word in no_proxy.split(","):
         # The word or the host can be a name instead of an address.

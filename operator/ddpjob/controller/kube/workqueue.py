@@ -56,12 +56,14 @@ INTERVAL = 1.0
 urgent start, or to a start that the key's previous handling has requested."""
 CROWDED_INTERVAL = 1.7
 """Minimum delay in seconds between two starts of the same key while more important work is waiting.
-This delay takes the place of INTERVAL. A job's status can then be up to two seconds late."""
+It replaces INTERVAL, so a job's status can be up to two seconds late.
+"""
 HALF_LIFE = 10.0
 """Number of seconds after which a turn counts only half in the comparison of groups."""
 SLOW = 0.3
-"""Number of seconds after which a turn counts as slow. A different turn can then begin, although
-the slow turn has not ended."""
+"""Number of seconds after which a turn counts as slow. Another turn can then begin before the slow
+one ends.
+"""
 
 
 class DelayQueue(Generic[Key]):
@@ -92,10 +94,10 @@ class DelayQueue(Generic[Key]):
         self._time: Callable[[], float] = lambda: 0.0
 
     def add(self, key: Key, delay: float = 0.0, *, urgent: bool = True) -> None:
-        """Schedule `key` to start in `delay` seconds, or keep an earlier time that it already has.
+        """Schedule `key` to start in `delay` seconds, unless it is already due earlier.
 
         A key that is not `urgent` starts no earlier than INTERVAL seconds after its last start.
-        While the queue is crowded, the delay is CROWDED_INTERVAL seconds instead.
+        While the queue is crowded, CROWDED_INTERVAL takes the place of INTERVAL.
         """
         when = asyncio.get_running_loop().time() + delay
         if not urgent and key in self._began:
@@ -111,8 +113,7 @@ class DelayQueue(Generic[Key]):
         return len(self._waiting())
 
     def age(self) -> float:
-        """Return the number of seconds for which the longest-waiting key has been due, or 0 if no
-        key is due.
+        """Return for how many seconds the longest-waiting key has been due; 0 if no key is due.
 
         This method can be called from any thread.
         """
@@ -121,7 +122,7 @@ class DelayQueue(Generic[Key]):
     def _waiting(self) -> list[float]:
         """Return the due times of all keys that are due and wait for a worker.
 
-        This method does not use `_ready`, which lacks keys that became due while all workers were
+        `_ready` is not used here, because it lacks keys that became due while all workers were
         busy.
         """
         now = self._time()
@@ -287,7 +288,7 @@ class Turns:
         if not self._taken[group]:
             del self._taken[group]
         if is_slow:
-            # When this turn became slow, its place was given to a different turn.
+            # When this turn became slow, its place was given to another turn.
             self._slow -= 1
         else:
             self._next()
@@ -309,7 +310,7 @@ class Turns:
     def _comes(self, group: Hashable) -> tuple[bool, float]:
         """Return the sort key for waiting groups.
 
-        If several groups have equal keys, the first of these groups in `_waiting` is chosen. It has
+        If several groups have equal keys, the first of them in `_waiting` is chosen, because it has
         waited longest since its last turn.
         """
         return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)

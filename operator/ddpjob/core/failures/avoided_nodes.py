@@ -6,8 +6,9 @@ host is avoided for WINDOW after one of these signs:
 
 - one fault that is not the program's (FAULTS), such as a container that cannot start
 - LOSSES losses of the host itself
-- FAILURES counted failures, if they were all on this host. Failures on several hosts are the job's
-  own fault, and so are exceeded limits (_OF_LIMITS) and all failures before the first step.
+- FAILURES counted failures on this host and none on other hosts. If several hosts have failures,
+  the job itself is at fault. The same is true of exceeded limits (_OF_LIMITS) and of all failures
+  before the first step.
 
 Example with pods on the Kubernetes nodes a and b:
 
@@ -34,10 +35,10 @@ RECENT = 10
 FAILURES = 3
 LOSSES = 2
 _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Causes that are the job's own fault, whichever host it runs on."""
+"""Causes that are the job's own fault, no matter which host the pod runs on."""
 _MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK})
 FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
-"""Causes that make new pods avoid the host immediately, because the program has not run yet or was
+"""Causes that make new pods avoid the host immediately. The program either had not run yet or was
 not at fault."""
 
 
@@ -46,9 +47,8 @@ def find_avoided_nodes(
 ) -> tuple[AvoidedNode, ...]:
     """Return the hosts that new pods are to avoid, sorted by name.
 
-    The result contains hosts that were already avoided and whose time is not over, and newly
-    suspect hosts. `trained` is true once the job has completed a step. `faults` are host faults in
-    addition to the restarts in the status.
+    These are newly suspect hosts, and hosts that must still be avoided. `trained` is true once the
+    job has completed a step. `faults` are host faults in addition to the restarts in the status.
     """
     fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
     kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}
@@ -56,9 +56,9 @@ def find_avoided_nodes(
 
 
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
-    """Return the hosts that the last hour's restarts make suspect, with the reason for each.
+    """Return the hosts that the last hour's restarts make suspect.
 
-    Each entry also says until when the host is avoided.
+    Each entry has the reason, and the time until which the host is avoided.
     """
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
     own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]

@@ -22,7 +22,7 @@ Examples:
     reason=Error, exit code 137                          ExitCode: the signal's sender is unknown
     reason=ContainerStatusUnknown, exit code 137         NodeFault: rule 2, the host lost it
 
-A pod whose object is gone is judged by its last known state (`explain_vanished`).
+A pod that no longer exists is judged by its last known state (`explain_vanished`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from ddpjob.api.job_status import Restart
 from ddpjob.core.world import CODE_CONTAINER, ContainerView, HostView, PodView, Role, is_down
 
 _TRACEBACK_LIMIT = 3000
-"""Maximum number of characters in a traceback. Only the end of a longer traceback is kept, because
-it names the error."""
+"""Maximum number of characters in a traceback. A longer traceback is cut at the front, because its
+end names the error."""
 
 
 class Cause(StrEnum):
@@ -92,13 +92,14 @@ class Cause(StrEnum):
 
 
 PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED})
-"""Causes of restarts that were made on purpose, without a failure."""
+"""Causes of planned restarts. No failure precedes such a restart."""
 
 
 def names_pod(restart: Restart) -> bool:
     """Whether a single pod causes the restart, so that messages about the restart name this pod.
 
-    A hang or a changed spec affects the whole group. Messages about such a restart name its reason.
+    A hang or a changed spec affects the whole group. In these cases, messages name the reason
+    instead.
     """
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
@@ -116,10 +117,10 @@ def with_traceback(summary: str, traceback: str) -> str:
 
 
 def without_wait(message: str) -> str:
-    """Return a restart's message without its last part about the back-off, such as `; waits 10 s`.
+    """Return a restart's message without the note about the back-off, such as `; waits 10 s`.
 
-    Messages about a failed job use the result, because no new pod is created. Comparisons of errors
-    use the result too, because the back-off differs each time.
+    A failed job gets no new pod, so messages about its failure must not name a back-off. The
+    back-off also differs each time, so errors are compared without it.
     """
     return _WAIT.sub("", message)
 
@@ -138,7 +139,7 @@ does not fit in /dev/shm."""
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
     """Return advice on enlarging /dev/shm if /dev/shm was probably full; otherwise an empty string.
 
-    It was probably full if the program was killed by SIGBUS, or if `said` is a message of torch
+    A full /dev/shm is likely if SIGBUS killed the program, or if `said` is one of torch's messages
     about shared memory.
     """
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
@@ -155,7 +156,7 @@ _DISRUPTIONS = {
 
 @dataclass(frozen=True)
 class End:
-    """How and why a pod has ended, so that it can no longer be used."""
+    """How and why a pod has become unusable."""
 
     cause: Cause
     message: str
@@ -169,7 +170,7 @@ class End:
     program's configuration.
     """
     rank: int | None = None
-    """The rank whose failure made a `command`'s torchrun exit, or the slow rank whose pod moves."""
+    """The rank whose failure made torchrun exit (with `command`), or the slow rank that moves."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
@@ -185,19 +186,18 @@ _REJECTIONS = re.compile(
 """Matches the reasons that a kubelet gives when it does not admit a pod
 (pkg/kubelet/lifecycle/predicate.go)."""
 _LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
-"""Pairs of a reason and an exit code, for containers that disappeared when their host was
-restarted. The kubelet reports the first pair, and containerd reports the second.
-"""
+"""Reasons and exit codes of containers that disappeared when their host was restarted. The first
+pair comes from the kubelet, and the second one from containerd."""
 
 Hosts = Mapping[str, HostView] | None
 
 
 def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
-    """Return why a pod whose object is gone has ended, based on its last known state if possible.
+    """Return why a vanished pod has ended, based on the pod's last known state if possible.
 
-    The last state may not show a reason. In that case, the pod was force-deleted, was deleted with
-    its host, or lost the labels by which the operator finds its pods. When a pod loses these
-    labels, the watch reports a deletion although nobody has requested one.
+    If the last state does not show a reason, the pod was force-deleted, was deleted with its host,
+    or lost the labels by which the operator finds its pods. When a pod loses these labels, the
+    watch reports a deletion although nobody has requested one.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return explain_end(last, hosts, launcher=launcher)
@@ -211,7 +211,7 @@ def explain_end(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> 
     """Return why a pod has failed, is being deleted or was evicted.
 
     `hosts` is None if the state of hosts is unknown. `launcher` is true if the program is the
-    launcher, whose exit codes have defined meanings.
+    launcher. The launcher's exit codes have defined meanings.
     """
     end = _by_conditions(pod, hosts) or _by_container(pod, launcher=launcher)
     if end.before_program:
@@ -255,7 +255,7 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
 
 
 def _is_rejected(pod: PodView) -> bool:
-    """Whether the kubelet did not admit the pod.
+    """Whether the kubelet rejected the pod.
 
     After a restart, a kubelet can reject even a running pod. The exit code of such a pod is
     meaningless.
@@ -291,10 +291,10 @@ def memory_limit(pod: PodView | None) -> str:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """Return why a pod with a `command` has ended, based on the rank that failed in this pod.
+    """Return why a pod of a `command` job has ended, based on the rank that failed in this pod.
 
-    The failed rank is known from the rank's own report, or from torchrun's table in the log. Return
-    None if the failed rank is unknown.
+    The rank is known from its own report, or from torchrun's table in the log. Return None if the
+    failed rank is unknown.
     """
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
@@ -353,7 +353,7 @@ def _by_program(pod: PodView) -> End:
 
 
 def _code(exit_code: int | None) -> str:
-    """Describe the exit code, with the signal's name if it is 128 plus a signal's number."""
+    """Describe the exit code, and name the signal if the code is 128 plus a signal's number."""
     try:
         name = signal.Signals((exit_code or 0) - 128).name
         return f"exit code {exit_code} (128 + {name}{if_shared_memory_full('', name)})"
@@ -362,11 +362,11 @@ def _code(exit_code: int | None) -> str:
 
 
 def _never_began(pod: PodView) -> End:
-    """Return why a pod whose main container never ran has ended.
+    """Return why a pod has ended without ever running its main container.
 
     Either an init container failed or the host rejected the pod.
     """
-    # Init containers start in order, so the last one to start is the one that failed. Sidecars
+    # Init containers start in order, so the last one that started is the failed one. Sidecars
     # started earlier, and the kubelet stops them later.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
@@ -430,10 +430,10 @@ def read_termination_message(container: ContainerView) -> TerminationMessage:
 
 @dataclass(frozen=True)
 class FailedRank:
-    """The rank whose failure made a `command`'s torchrun exit.
+    """The rank whose failure made torchrun exit, in a job with `command`.
 
-    `exit_code` is 128 + N for signal N, as in a shell. `init` is true if the rank could not start,
-    in which case a retry would not help.
+    `exit_code` is 128 + N for signal N, as in a shell. `init` is true if the rank could not start.
+    A retry would not help such a rank.
     """
 
     rank: int
@@ -445,13 +445,12 @@ class FailedRank:
 
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):")
 _OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE) for name in ("rank", "exitcode")}
-"""Matches the lines of torchrun's table of failures. If a signal terminated a rank, the table is
-the only text that names this rank, because the rank could not write a report.
-"""
+"""Matches the lines of torchrun's table of failures. A rank that was terminated by a signal could
+not write a report, so only this table names the rank."""
 
 
 def read_failed_rank(text: str) -> FailedRank | None:
-    """Return the failed rank from its own report (worker.py), or from torchrun's table in the log.
+    """Read the failed rank from a rank's report (worker.py), or from torchrun's table in the log.
 
     Return None if the text contains neither.
     """
@@ -487,11 +486,10 @@ _NO_SUCH_IMAGE = re.compile(
     r"failed to resolve (?:reference|image)\b.*: not found\W*$|manifest unknown|invalid reference",
     re.IGNORECASE | re.DOTALL,
 )
-"""Matches a registry's response that it does not have the image. A job does not wait for such an
-image. The job waits if a registry denies access or limits the rate. The words "not found" alone are
-not enough, because containerd also ends many other errors with these words, for example if a mirror
-lacks a layer.
-"""
+"""Matches a registry's response that the image does not exist. A job does not wait for such an
+image, but it waits if a registry denies access or limits the rate. The words "not found" alone
+prove nothing, because they also end many of containerd's other errors, for example if a mirror
+lacks a layer."""
 _WRONG_PLATFORM = re.compile(
     r"no match for platform|no matching manifest for|no image found in (?:manifest list|image index)|exec format error"
     r"|cannot be used on this platform",
@@ -500,12 +498,12 @@ _WRONG_PLATFORM = re.compile(
 """Matches messages from containerd, docker, CRI-O and the kernel about an image that does not fit
 the host's architecture or operating system."""
 PULLING = ("ErrImagePull", "ImagePullBackOff")
-"""The two reasons that a kubelet gives in turn while it cannot pull an image."""
+"""The two reasons that alternate while a kubelet cannot pull an image."""
 _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 
 def find_wrong_platform(pod: PodView) -> End | None:
-    """Return why a pod cannot run, if its image is built for a different platform than its host.
+    """Return why a pod cannot run if its image is built for a platform other than the host's.
 
     Return None if the image fits the platform.
     """
@@ -541,15 +539,15 @@ class Stuck:
     reason: str
     message: str
     final: bool
-    """Whether the job fails, because waiting would not help."""
+    """Whether the fault is permanent, so that the job fails instead of waiting."""
 
 
 def find_stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
-    """Return the first of a pod's containers that cannot start for now; None if all can start.
+    """Return the first container of the pod that cannot start yet; None if there is none.
 
     Only two faults are final, and only for a job that has never run a pod: an invalid image name,
     and a registry that does not have the image. The job waits if a registry is unreachable, denies
-    access or limits the rate, or if a host lacks an image.
+    access or limits the rate. It also waits if the host lacks an image that may not be pulled.
     """
     preparing = {} if pod.main.running or pod.main.ended else pod.init_containers
     for name, container in [*preparing.items(), *pod.containers.items()]:

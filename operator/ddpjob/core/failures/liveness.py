@@ -5,16 +5,16 @@ its kubelet reported. Giving up a pod too early costs a restart for a short netw
 giving it up too late keeps all other nodes waiting. Two sources are consulted, because either of
 them may be wrong.
 
-- The host: Kubernetes reports it as not ready, or it has been deleted. The operator believes this
-  report unless no host at all is ready, because then the control plane is partitioned from all
-  hosts.
+- The host: Kubernetes reports that the host is not ready or was deleted. If no host at all is
+  ready, the control plane is partitioned from all hosts, so a host that is not ready does not count
+  as lost.
 - The coordinator: it has lost its connection to the pod, although the kubelet reports that the
-  program is running. The operator believes this report unless the coordinator has lost most of its
-  members, because then the coordinator itself is partitioned (`World.deaf_since`).
+  program is running. If the coordinator has lost most of its members, the coordinator itself is
+  partitioned, so its losses do not count (`World.deaf_since`).
 
 The earlier of the two times is used (`lost_since`). The pod is abandoned when it has been silent
-for `recovery.nodeLostAfterSeconds` (`is_given_up`), or immediately if someone has marked its host
-as out of service. A pod that ends or reconnects before then is not lost.
+for `recovery.nodeLostAfterSeconds` (`is_given_up`), or immediately if its host is not ready and has
+been marked as out of service. A pod that ends or reconnects before then is not lost.
 
 Example with a limit of 30 s, in which a machine loses power:
 
@@ -40,8 +40,8 @@ ENDING_MARGIN = timedelta(seconds=5)
 def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
     """Return the time at which a pod fell silent; None if the pod is alive or has ended.
 
-    If that time is unknown, or in the future because the clock was set back, return `now`. The
-    caller remembers the first result.
+    The result is `now` if the time is unknown, or if it is in the future because the clock was set
+    back. The caller must remember the result of the first call.
     """
     if pod.ended:
         return None
@@ -59,10 +59,10 @@ def is_out_of_service(pod: PodView, world: World) -> bool:
 
 
 def is_given_up(view: View, pod: PodView, since: datetime | None) -> bool:
-    """Whether a pod that has been silent since `since` is to be abandoned now.
+    """Whether to abandon a pod that has been silent since `since`.
 
-    The pod may stay silent for recovery.nodeLostAfterSeconds, unless its host is out of service. A
-    pod that is alive (`since` is None) is never abandoned.
+    The pod may stay silent for recovery.nodeLostAfterSeconds, unless the pod's host is out of
+    service. A pod that is alive (`since` is None) is never abandoned.
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
     return since is not None and (view.now >= since + patience or is_out_of_service(pod, view.world))

@@ -1,15 +1,15 @@
 """Decides which of several failures observed together is the cause, and which are its consequences.
 
-One break of the group must count once, but it is seen twice: Kubernetes shows the ends of pods
-immediately, and the coordinator reports an incident for the break about a second later. Either may
-come first, and they may come in the same reconcile or in two. A pod that was created after a break
-was not part of it, so the pod's failure is a separate break.
+Each break of the group must count only once, but the operator sees it twice. Kubernetes shows the
+ends of pods immediately, and the coordinator reports an incident about a second later. A reconcile
+may see both, only the ends, or only the incident. A pod that was created after a break was not part
+of the break, so the pod's failure is a separate break.
 
 Ends and incidents within SAME_BREAK of each other belong to one break, and an incident explains at
 most one break. The docstring of `attribute` has the three rules. Example: round 3 is training when
 a node is drained.
 
-    10:00:00.0  pod train-1-0 is evicted; that does not count
+    10:00:00.0  pod train-1-0 is evicted, which does not count
     10:00:00.4  rank 0 fails with "Connection closed by peer", which would count
     10:00:01    reconcile: the eviction opens break 4 and is its cause (rule 1)
     10:00:02    reconcile: rank 0's incident is within 5 s of break 4, which no incident has
@@ -36,16 +36,15 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause, names_pod
 
 SAME_BREAK = timedelta(seconds=5)
-"""Maximum time between a pod's end and an incident that belong to one break."""
+"""Maximum time between a pod's end and an incident of the same break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""An incident is treated as earlier than a pod's end only if the incident came earlier by more than
-this time. It is longer than any difference between the clocks, including the kubelets' rounding.
-"""
+"""An incident counts as earlier than a pod's end only if the difference exceeds this time. The
+clocks always differ by less, even with the kubelets' rounding."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Causes of pod ends that can make a worker fail, but never result from a worker's failure. Ends
-that do not count have the same property, so only causes that count are listed."""
+"""Causes of pod ends that can make a worker fail, but never result from a worker's failure. This is
+also true of all causes that do not count, so the set lists only causes that count."""
 _NO_BREAKS = frozenset({Cause.JOINED, Cause.SCALED})
 
 
@@ -59,8 +58,7 @@ class Finding:
     """The round in which the pod was created; None for incidents and for the coordinator's own
     end."""
     fails: str = ""
-    """The Failed condition's reason if the finding is a cause; empty if such a cause would not fail
-    the job."""
+    """The Failed condition's reason if the finding is a cause and fails the job; else empty."""
     why: str = ""
     """The rule that fails the job; empty if a default fails the job."""
     exit_code: int | None = None
@@ -69,11 +67,11 @@ class Finding:
 
     @property
     def contestable(self) -> bool:
-        """Whether it makes a difference if this finding is a cause or a consequence.
+        """Whether it matters if this finding is a cause or a consequence.
 
-        A cause may count or fail the job. A consequence does neither. A program that cannot start
-        is never a consequence, so a finding that only fails the job for the reason InitFailure is
-        not contestable.
+        A cause may count or fail the job, and a consequence does neither. A program that cannot
+        start is never a consequence. A finding is therefore not contestable if its only effect is
+        to fail the job with the reason InitFailure.
         """
         return self.restart.counted or bool(self.fails and self.fails != Cause.INIT_FAILURE)
 
@@ -86,9 +84,9 @@ class Attributed:
     """The restarts to record, in this order. Each of them is marked as a cause or a consequence,
     and has the number of its round."""
     causes: tuple[Finding, ...]
-    """The findings that are not consequences. Only these may fail the job."""
+    """The findings that are not consequences. Only a cause may fail the job."""
     seen_round: int
-    """The newest round whose break has been explained by an incident. Later incidents are not
+    """The latest round with a break that an incident has explained. Later incidents are not
     merged into that break."""
     idle: tuple[Restart, ...] = ()
     """Ends of idle spares. They do not restart the group and are not recorded."""
@@ -100,7 +98,7 @@ class _Break:
 
     findings: list[Finding]
     incident: bool
-    """Whether an incident already belongs to this break. A break has at most one."""
+    """Whether an incident already belongs to this break. No break has more than one incident."""
 
 
 def attribute(
@@ -111,20 +109,19 @@ def attribute(
     The function is pure and records nothing. `status` holds the breaks of earlier reconciles
     (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are the ends of pods since then, in
     any order. `incidents` are the coordinator's incidents, in the order of their numbers. `lost`
-    lists the incidents that do not name a cause, each as a pod and a time. Such an incident is
-    explained by the end of that pod.
+    lists the incidents that do not name a cause, each as a pod and a time. The end of that pod
+    explains the incident.
 
-    1. An end that would count or fail the job joins the last recorded break under two conditions.
-       Its pod was created before that break. Also, the group is still down because of the break, or
-       the end is within SAME_BREAK of the break. All other ends form one new break. If one of these
-       ends does not count, it is the cause of the new break. If all of them count, the earliest end
-       is the cause.
-    2. The first incident within SAME_BREAK of the new break joins it. The incident is the cause if
-       the ends are ordinary failures of a worker. If an end is an eviction, a deletion or a lack of
-       memory, the incident is a consequence of that end. If the incident was clearly earlier, it is
-       a separate break instead.
-    3. An incident within SAME_BREAK of the last recorded break is a consequence of it, if no
-       earlier incident has explained that break. Every other incident is a separate break.
+    1. An end that would count or fail the job joins the last recorded break if its pod was created
+       before that break. The group must also still be down because of the break, or the end must be
+       within SAME_BREAK of the break. All other ends form one new break. If any of these ends does
+       not count, it is the cause of the new break. If all of them count, the earliest is the cause.
+    2. The first incident within SAME_BREAK of the new break joins this break. If the ends are
+       ordinary failures of a worker, the incident is the cause. If an end is an eviction, a
+       deletion or a lack of memory, the incident is a consequence of that end. But an incident that
+       is clearly earlier than such an end is a separate break.
+    3. An incident within SAME_BREAK of the last recorded break is a consequence of that break if no
+       earlier incident has explained it. Every other incident is a separate break.
 
     New breaks are numbered from `status.round + 1`. Consequences get the round of their cause and
     never count. Uncounted ends of idle pods are not restarts, have no round and explain nothing.
@@ -143,7 +140,7 @@ def attribute(
     def explain_losses(until: datetime = _EVER) -> None:
         """Mark every break that includes a loss up to this time as explained by an incident.
 
-        Later losses must wait until earlier incidents have been merged. A coordinator that has just
+        Later losses are handled after the incidents that precede them. A coordinator that has just
         started may report a failure first, and then a loss that belongs to the same break.
         """
         nonlocal seen

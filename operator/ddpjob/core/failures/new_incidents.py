@@ -1,16 +1,16 @@
 """Turns incidents that no reconcile has evaluated yet into findings about the cause of a break.
 
 The coordinator numbers its incidents, and each report repeats the latest ones. The status remembers
-the last number that was evaluated, and the generation that it belongs to. Every incident is
-therefore evaluated only once, even if the operator is replaced in between.
+the generation, and the number of the last incident that was evaluated. Every incident is therefore
+evaluated only once, even if the operator is replaced in between.
 
 - An incident that names its cause, such as a failed worker or a hang, becomes a finding. The rules
   decide whether it counts.
 - PeerLost and Left only show that a pod is gone. The cause is known from the pod's own end. Only
   the pod and the time of such an incident are kept, because `merge_causes` needs them to find that
   end.
-- If the lost pod reconnects and the group runs again, no pod has ended. The break is then reported
-  here, uncounted, because it would appear nowhere else.
+- If the lost pod reconnects and the group runs again, no pod has ended. This module then reports
+  the break, which does not count, because nothing else would report it.
 
 Example: the status has seen incident 4 of this generation.
 
@@ -54,11 +54,10 @@ class NewIncidents:
     findings: tuple[Finding, ...] = ()
     """The incidents that name a cause, in the order of their numbers."""
     lost: tuple[tuple[str, datetime], ...] = ()
-    """The pod and the time of each incident that does not name a cause. The end of that pod
-    explains the incident.
-    """
+    """The pod and the time of each incident that does not name a cause. The cause is known from the
+    end of the pod."""
     last: int = 0
-    """Number of the newest incident that has been evaluated."""
+    """Number of the latest incident that has been evaluated."""
 
 
 def find_new_incidents(view: View) -> NewIncidents:
@@ -79,8 +78,7 @@ def find_new_incidents(view: View) -> NewIncidents:
 def _came_back(view: View) -> list[Finding]:
     """Return a finding if the group lost a pod that then reconnected, and the group runs again.
 
-    No pod has ended and no other incident names a cause, so this break would otherwise not be
-    recorded.
+    No pod has ended and no other incident names a cause, so nothing else would record this break.
     """
     report, recent = view.report, view.status.restarts.recent
     if report is None or report.state != CoordinatorState.RUNNING or not report.incidents:

@@ -15,13 +15,13 @@ so such a pod is replaced (`judge_failing`):
 
 - immediately, if the failure's message shows that the container has lost its device, as happens
   after the host's systemd is reloaded. A new container has the device again, even on the same node.
-- after its second failure in a row, if no other pod failed in between. An error in the program's
-  code would occur in every pod, so it does not move a pod. Neither does an error that ranks of
+- after its second failure in a row, if no other pod failed in between. No pod moves because of an
+  error in the program's code, which would occur in every pod, or because of an error that ranks of
   other pods had in the same round. A program that fails for only one rank causes at most MAX_MOVES
   moves an hour.
 - after its third lost connection in a row, if another pod runs on a third node. With only two nodes
   it is unknown whether the pod's or the coordinator's node is partitioned. Lost connections do not
-  count, so without this rule they could repeat forever.
+  count against the budget, so without this rule a pod could lose its connection forever.
 
 Example: rank 3's GPU begins to fail.
 
@@ -50,18 +50,16 @@ from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_WORKLOAD, TRAINER_CONTAINER, HostView, PodView
 
 LASTS = timedelta(seconds=60)
-"""How long a node must have been unhealthy, by the operator's clock, before pods leave it. If the
-sign disappears sooner, no pod moves.
-"""
+"""How long a node must have been unhealthy, by the operator's clock, before pods leave it. No pod
+moves if the node becomes healthy sooner."""
 SHARE = 0.25
-"""Maximum share of unhealthy nodes among nodes of one kind. If more are unhealthy, either the agent
-is broken or no other node would be better."""
+"""Maximum share of unhealthy nodes among nodes of one kind. If a larger share is unhealthy, the
+agent may be broken, or the other nodes may be no better."""
 MAX_MOVES = 3
 """Maximum number of moves within an hour. More moves would cost more than they could save."""
 LINK_LOSSES = 3
-"""How many lost connections in a row cause a pod to be replaced. For worker failures, two in a row
-suffice. One more is required here, because a switch that restarts may cause two lost
-connections."""
+"""Number of consecutive lost connections after which a pod is replaced. Two consecutive worker
+failures are enough to replace a pod, but a restarting switch can cause two lost connections."""
 _BEYOND = (
     "that depends on the required affinity, spread constraints, claims or quantities in podTemplate and resources, "
     "or on the queue's topology"
@@ -74,8 +72,8 @@ class NodeVerdict:
 
     index: int
     end: End
-    """Cause and message to record as the pod's end if the pod is moved. If the pod stays, only the
-    message is shown."""
+    """Cause and message to record as the pod's end if the pod is moved. If the pod stays, users see
+    only the message."""
     reason: str = ""
     """Why the pod stays, as a condition's reason; empty if the pod is moved."""
     why: str = ""
@@ -83,7 +81,7 @@ class NodeVerdict:
 
 
 def judge_nodes(view: View) -> list[NodeVerdict]:
-    """Decide, in the order of indices, which slots' pods leave their unhealthy nodes.
+    """Decide which slots' pods leave their unhealthy nodes, in the order of indices.
 
     The result is empty once one of the job's nodes has finished, because the job is about to
     finish.
@@ -102,8 +100,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         return []
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
-    # The list of recent restarts has a limited length. If it is full, earlier moves may be missing
-    # from it, so the limit on moves counts as reached.
+    # The list of recent restarts has a limited length. A full list may lack earlier moves, so the
+    # limit on moves then counts as reached.
     often = len({r.round for r in recent}) >= MAX_MOVES or len(within) >= RECENT
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
@@ -116,8 +114,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     verdicts = []
     for index, pod, host, end in found:
         if storm:
-            # The message omits the number of unhealthy nodes. Whenever a sign came or went, this
-            # number would change, and the status would be written again.
+            # The message omits the number of unhealthy nodes, because the status would be written
+            # again each time the number changes.
             reason, why = (
                 "TooManyUnhealthy",
                 "more than a quarter of the Kubernetes nodes of the same kind are unhealthy",
@@ -157,7 +155,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
 
 
 _OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
-"""Failures that leave the pod alive and may be caused by its node. Exceeded memory or storage
+"""Failures that leave the pod alive and may be the node's fault. Exceeded memory or storage
 limits are not included, because they are the job's own fault."""
 MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK)
 
@@ -170,16 +168,16 @@ class Failing:
     """The position of the failure in the sequence that `judge_failing` received."""
     index: int
     failure: Restart
-    """The failure as the status is to record it. It is marked as not counted if an earlier failure
-    on this node has already counted (`_has_counted`)."""
+    """The failure as recorded in the status. The failure does not count if an
+    earlier failure on this node has already counted (`_has_counted`)."""
     end: End
 
 
 def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
     """Return the pods that must be replaced because of these new failures.
 
-    The view's status does not contain these failures yet. If the cluster has only one host, the
-    result is empty, because a new pod would be no better.
+    The view's status does not contain these failures yet. In a cluster with only one host, no pod
+    is replaced, because a new pod would run on the same host.
     """
     if view.world.one_host:
         return []
@@ -220,16 +218,17 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     counts = view.status.restarts
     restored = before in counts.recent and before is not None and before.counted and not counts.counted
     # If the budget was restored between the two failures, the job has trained for a long time in
-    # between, so they do not count as two in a row.
+    # between, so the failures do not count as two in a row.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
     return "" if _has_moved_too_often(view, within) else "it failed twice in a row while no other pod did"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether the pod's own node, not the coordinator's, has been partitioned LINK_LOSSES times.
+    """Whether the pod's own node has been partitioned LINK_LOSSES times in a row.
 
-    This is known only if a third node has another pod, and that pod has kept its connection.
+    The coordinator's node may be the partitioned one instead. The pod's node is at fault only if a
+    pod on a third node has kept its connection.
     """
     breaks = [r for r in within if r.round and not r.consequence and r.reason not in PLANNED][1 - LINK_LOSSES :]
     again = len(breaks) == LINK_LOSSES - 1 and all((r.reason, r.pod) == (failure.reason, failure.pod) for r in breaks)
@@ -250,9 +249,9 @@ def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
     """Whether an earlier failure in the same pod or on the same node has already counted.
 
-    After MAX_MOVES failures that did not count, the result is False, so every later failure counts.
-    The pod's name is compared too, because the node may have been unknown when an earlier failure
-    was recorded.
+    After MAX_MOVES uncounted failures, every later failure counts, so the result is False. The
+    pod's name is compared too, because the node may have been unknown when an earlier failure was
+    recorded.
     """
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
@@ -263,8 +262,8 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
 def _has_a_place(view: View, pod: PodView) -> bool:
     """Whether there is a place for the replacement of a pod: a ready spare, or the pod's own node.
 
-    It is unknown whether other nodes have room. If they do not, the replacement must return to the
-    node of the old pod, so that node must be able to take the replacement.
+    It is unknown whether other nodes have room. If no other node has room, the replacement must
+    return to the old pod's node, so this node must be able to take the replacement.
     """
     host, members = (view.world.hosts or {}).get(pod.host), view.report.members if view.report is not None else ()
     spares = len({m.pod for m in members} & view.current_names - {pod.name}) >= view.job.spec.nodes
@@ -272,10 +271,7 @@ def _has_a_place(view: View, pod: PodView) -> bool:
 
 
 def find_next_judgement(view: View) -> datetime | None:
-    """Return the earliest time at which another unhealthy node will have been unhealthy for LASTS.
-
-    Return None if there is no such node.
-    """
+    """Return when the next node will have been unhealthy for LASTS; None if there is none."""
     hosts = view.world.hosts or {}
     begun = [hosts[p.host].unhealthy_since for p in view.pods if p is not None and p.host in hosts]
     return min((since + LASTS for since in begun if since is not None and since + LASTS > view.now), default=None)
@@ -287,17 +283,17 @@ def _lasts(view: View, host: HostView) -> bool:
 
 
 def _came_after(pod: PodView, host: HostView) -> bool:
-    """Whether the pod is newer than the sign that its node is unhealthy.
+    """Whether the pod was created after its node became unhealthy.
 
-    If so, the scheduler placed the pod on an unhealthy node, and would do so again. The two times
-    come from different clocks, the API server's and the operator's. If the clocks differ, a pod may
-    stay or move by mistake, but the module's other limits still hold.
+    The scheduler placed such a pod on an unhealthy node, and would do so again. The two times come
+    from different clocks, the API server's and the operator's. If the clocks differ, a pod may stay
+    or move by mistake, but the module's other limits still hold.
     """
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 
 
 def ready_spares(view: View) -> list[PodView]:
-    """Return the ready spares on healthy nodes; empty while the group is not complete."""
+    """Return the ready spares on healthy nodes; empty while the group is incomplete."""
     report, hosts = view.report, view.world.hosts or {}
     if report is None or report.state != CoordinatorState.RUNNING or (report.world or 0) < view.job.spec.nodes:
         return []
@@ -377,9 +373,9 @@ class Wants:
     def kind(self, host: HostView) -> bool:
         """Whether a node is of the same kind as the nodes that the job runs on.
 
-        Such a node offers the requested kinds of devices or, if the job does not request any, has
-        the labels of its node selector. A node whose devices are all broken still lists them, with
-        the number 0.
+        Such a node offers the requested kinds of devices. If the job requests no devices, the node
+        has the labels of the job's node selector. A node whose devices are all broken still lists
+        each kind of device, with the number 0.
         """
         if self.devices:
             return self.devices.keys() <= host.devices.keys()
@@ -401,9 +397,9 @@ def _tolerates(toleration: Mapping[str, Any], key: str, value: str, effect: str)
 
 
 def _extended(resources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extended resources that a container requests. Their names contain a domain.
+    """Return the extended resources that a container requests (with a domain in their names).
 
-    Kubernetes requires that the request and the limit of such a resource are equal, so the
+    Kubernetes requires that the request and the limit of an extended resource are equal, so the
     container may state either.
     """
     asked = {**_dict(resources.get("requests")), **_dict(resources.get("limits"))}

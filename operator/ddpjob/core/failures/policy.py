@@ -1,7 +1,7 @@
 """Decides, from a restart's cause, whether the restart counts against the budget and whether the
 job fails.
 
-A restart helps after a lost node, but not if the program itself is wrong. It is impossible to know
+A restart helps after a lost node, but not if the program itself is wrong. The operator cannot know
 for certain which of the two has happened. The defaults therefore consider the cause, and whether
 the job has ever completed a step. Users who know better write `recovery.rules`.
 
@@ -11,11 +11,12 @@ the job has ever completed a step. Users who know better write `recovery.rules`.
    exit code for a wrong configuration (2, and most of 64 to 78, as in sysexits.h).
 3. In all other cases, failures of the job itself count (COUNTED). Disruptions, lost nodes, manual
    deletions and consequences of other failures do not count.
-4. Before the first step, REPEATS consecutive counted failures with the same error in the program's
-   code (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
-   because the program would be the same in the next attempt. Network, disk and device errors are
-   usually temporary, and never fail a job in this way. The exception is a missing or unreadable
-   file, which usually means a wrong path. Such an error fails the job if several ranks report it.
+4. Before the first step, the job fails after REPEATS consecutive counted failures with the same
+   error, because the next attempt would run the same program. The error must be in the program's
+   code (`find_repeated_error`) or occur on several ranks at once (`find_error_everywhere`).
+   Network, disk and device errors do not fail the job, because they are usually temporary. The
+   exception is a missing or unreadable file, which usually means a wrong path. Such an error fails
+   the job if several ranks report it.
    (Whatever the error, torchrun and Ray Train end at the first exception by default, and a
    Kubernetes Job ends after six retries.)
 
@@ -67,16 +68,16 @@ manual deletions and consequences do not count."""
 RULE_FAILED = "RuleFailed"
 CONFIGURATION_ERROR = "ConfigurationError"
 _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
-"""Exit codes that programs use to reject their arguments or settings: 2 from argparse, and most of
-the codes in sysexits.h."""
+"""Exit codes of programs that reject their arguments or settings. Code 2 comes from argparse, and
+the others are most of the codes in sysexits.h."""
 
 PROGRAM_ERROR = "ProgramError"
 REPEATS = 3
 """A job fails before its first step if this many counted failures in a row have the same program
 error."""
 APART = timedelta(seconds=10)
-"""Minimum time between two failures that are counted separately. If failures follow each other more
-quickly, the same temporary fault may have caused them, so they are counted as one."""
+"""Minimum time between two failures that are counted separately. If less time passes, the same
+temporary fault may have caused both, so the failures are counted as one."""
 _OUTSIDE = re.compile(
     r"\b(?:OSError|IOError|EnvironmentError|BlockingIOError|BrokenPipeError|EOFError|InterruptedError|ChildProcessError"
     r"|ProcessLookupError|PermissionError|(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error)\b|\[Errno"
@@ -85,7 +86,7 @@ _OUTSIDE = re.compile(
     r"|\bhttps?:|no space|quota|\bS3\b|\b(?:CUDA|HIP|NCCL|cuDNN|cuBLAS|NVML|ECC)\b(?! out of memory)",
     re.IGNORECASE,
 )
-"""Matches network, disk and device errors, by their type or wording."""
+"""Matches network, disk and device errors by the type or the wording of the error."""
 _WRONG_PATH = re.compile(
     r"\b(?:FileNotFound|NotADirectory|IsADirectory|Permission)Error: \[Errno (?:2|13|20|21)\] [\w ]+: '(?!\w+://)[^']*'"
 )
@@ -96,15 +97,15 @@ _PROGRAM_ERROR = re.compile(
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
     re.MULTILINE,
 )
-"""Matches errors that Python raises for a faulty program or a missing name, but hardly ever because
-of a network or a disk."""
+"""Matches errors that Python raises for a faulty program or a missing name. Networks and disks
+rarely cause these errors."""
 _NO_GPU = re.compile(
     r"^rank .* ended with exit code 1: (\w+: (?:Found no NVIDIA driver|Torch not compiled with CUDA|No CUDA GPUs are"
     r"|Attempting to deserialize object on a CUDA device).*)$",
     re.MULTILINE,
 )
-"""Matches errors that torch raises if it finds no GPU. In a job without GPUs they are the program's
-fault. In a job with GPUs they may be the machine's fault."""
+"""Matches errors that torch raises if it finds no GPU. In a job without GPUs, the program is at
+fault. In a job with GPUs, the machine may be at fault."""
 
 
 _LOST_DEVICE = re.compile(
@@ -121,23 +122,23 @@ new process in the same container does not regain the device."""
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the rules or the defaults decide about a cause."""
+    """The decision of the rules or the defaults on a cause."""
 
     counted: bool
     """Whether the cause counts against recovery.maxRestarts."""
     fails: str = ""
     """The Failed condition's reason; empty if the job continues."""
     why: str = ""
-    """The rule or default that fails the job, in words; empty if the job continues, or if its entry
-    point cannot start."""
+    """Which rule or default fails the job, as a message; empty if the job continues, or if its
+    entry point cannot start."""
 
 
 def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, trained: bool) -> Ruling:
-    """Return the ruling of the first matching rule. If no rule matches, the defaults decide.
+    """Return the ruling of the first matching rule, or of the defaults if no rule matches.
 
     `exit_code` is the code that a shell would show (128 + N for signal N, see `shell_code`).
-    `trained` is true once the job has completed a step. Before that, a program that cannot start or
-    rejects its configuration fails the job, because a restart cannot help.
+    `trained` is true once the job has completed a step. Before the first step, a program that
+    cannot start or rejects its configuration fails the job, because a restart cannot help.
     """
     for number, rule in enumerate(spec.recovery.rules):
         if _RULED.get(cause) is not rule.cause or (rule.exit_codes and exit_code not in rule.exit_codes):
@@ -182,7 +183,7 @@ def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | Non
     """Return a message if several ranks had the same error in the last REPEATS counted failures.
 
     Failures that follow each other within APART are counted as one. Network, disk and device errors
-    are ignored, because they may be temporary. The exception is an error about a wrong file path.
+    are ignored, because they may be temporary. Errors about a wrong file path are not ignored.
     """
     if _is_ruled(spec):
         return None
@@ -213,7 +214,7 @@ def _mark(restart: Restart) -> tuple[str, str]:
 def names_program_error(message: str) -> bool:
     """Whether a worker failed because of an error in the program's code.
 
-    Such an error occurs in every pod.
+    An error in the code occurs in every pod.
     """
     return _PROGRAM_ERROR.search(without_wait(message)) is not None
 
@@ -221,17 +222,17 @@ def names_program_error(message: str) -> bool:
 def find_lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
     """Return the words in a failure's message that show a lost device; empty if there are none.
 
-    If the job neither requests a device nor has completed a step, it may never have had a device,
-    so the message is ignored.
+    The message is ignored if the job requests no device and has not completed a step, because such
+    a job may never have had a device.
     """
     found = _LOST_DEVICE.search(message) if trained or spec.gpus_per_node else None
     return found[0] if found else ""
 
 
 def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:
-    """Return the exit code that a shell would show.
+    """Return the exit code that a shell would show, which is 128 + N for signal N.
 
-    If torchrun reports -N or the name of signal N, this is 128 + N.
+    torchrun reports a signal either as -N or by name.
     """
     if exit_code is not None:
         return exit_code if exit_code >= 0 else 128 - exit_code

@@ -10,11 +10,11 @@ if all of these conditions hold:
   reported.
 - It has been reported for LASTS by the operator's clock. By default, the script reports a rank only
   after half a minute. Short loads, evaluations and checkpoints are over sooner.
-- At most a quarter of the pods are slow. If more are, they are not an exception.
+- At most a quarter of the pods are slow. If more are slow, no single pod stands out.
 - A spare is ready on a different Kubernetes node. On the same node, the restart would cost work and
   gain nothing.
 - Within the last hour, the rank was not moved, the job has not left this Kubernetes node, and there
-  were fewer than MAX_MOVES moves. If a rank is slow again after a move, its work is the reason.
+  were fewer than MAX_MOVES moves. If a rank is slow again after a move, its work is at fault.
 - The last move of a slow rank was at least APART ago. Only one pod is moved at a time.
 
 Example with the trainer's defaults and one spare:
@@ -45,9 +45,8 @@ from ddpjob.core.world import PodView
 
 SLOWDOWN = 1.3
 COST = 0.1
-"""Minimum share of each step's time that a move must save. If a move saves this share, it repays
-its restart in about a minute.
-"""
+"""Minimum share of each step's time that a move must save. Such a move repays the cost of its
+restart in about a minute."""
 LASTS = timedelta(seconds=30)
 APART = timedelta(minutes=5)
 _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
@@ -55,7 +54,7 @@ _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
 
 @dataclass(frozen=True)
 class PaceVerdict:
-    """The decision on whether to move a pod whose rank has been clearly slow for LASTS."""
+    """The decision on whether to move a pod that has had a clearly slow rank for LASTS."""
 
     index: int
     end: End
@@ -99,15 +98,12 @@ def judge_slow_ranks(view: View) -> list[PaceVerdict]:
 
 
 def is_named(view: View) -> bool:
-    """Whether a clearly slow rank is reported, or no group runs that could report one."""
+    """Whether a clearly slow rank is reported, or no running group could report a slow rank."""
     return view.report is None or view.report.state is not CoordinatorState.RUNNING or any(_slow_pods(view))
 
 
 def find_next_move(view: View) -> datetime | None:
-    """Return the time at which the next slow rank may be moved.
-
-    Return None if no rank is slow, or if a slow rank may be moved now.
-    """
+    """Return the next future time at which a slow rank may be moved; None if there is none."""
     slow = list(_slow_pods(view))
     moments = [found.since + LASTS for found in slow] + [_next_after_move(view) if slow else None]
     return min((moment for moment in moments if moment is not None and moment > view.now), default=None)

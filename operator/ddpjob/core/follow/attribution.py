@@ -7,8 +7,8 @@ The stage also handles two cases that the findings alone cannot show:
 
 - The end of an idle spare does not break the group (`_was_idle`).
 - A `command` has no coordinator that reports which rank failed first. If one node fails, all others
-  soon fail as well, because they have lost a peer. If only such errors have been seen, the stage
-  waits up to CAUSE_WAIT for the peer itself to end (`awaits_cause`). Then a single finding is kept:
+  soon fail as well, because they have lost a peer. If all errors so far are about a lost peer, the
+  stage waits up to CAUSE_WAIT for that peer to end (`awaits_cause`). Then a single finding is kept:
   a disruption if there is one, otherwise the first error that is not about a lost peer.
 
 Example of a `command` with 2 nodes:
@@ -46,7 +46,7 @@ _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
 
 
 def awaits_cause(ends: Ends) -> bool:
-    """Whether every ended node of a `command` lost a peer whose own end may be observed soon."""
+    """Whether to wait for a cause, because all ended nodes of a `command` report a lost peer."""
     if ends.view.job.spec.under_torchrun or not ends.slots:
         return False
     if all(slot.state is not SlotState.RUNNING for slot in ends.view.status.slots):
@@ -74,7 +74,7 @@ class Attribution:
         return next((f for f in self.merged.causes if f.fails), None)
 
     def with_seen(self, view: View) -> View:
-        """Return the view with these incidents marked as seen in its status."""
+        """Return the view, with these incidents marked as seen in the status."""
         return view.with_status(with_seen(view.status, self.incidents, self.merged.seen_round))
 
 
@@ -106,7 +106,7 @@ def _finding_of_end(view: View, index: int, ended: Ended, new: NewIncidents) -> 
 
 
 def _was_idle(view: View, index: int, ended: Ended, new: NewIncidents) -> bool:
-    """Whether the pod was an idle spare, which the group's rendezvous does not need.
+    """Whether the pod was an idle spare, so that its end does not break the group.
 
     A spare's label changes about a second after the spare takes over, so the coordinator's report
     takes precedence over the label.
@@ -127,10 +127,10 @@ def _was_idle(view: View, index: int, ended: Ended, new: NewIncidents) -> bool:
 
 
 def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
-    """Return only the most likely cause if nodes of a `command` have ended together.
+    """Return the findings, reduced to the most likely cause if the job uses `command`.
 
-    A disruption explains the failures of all peers, so it takes precedence. An error about a lost
-    peer is chosen only if there is nothing else.
+    The nodes of a `command` end together. A disruption explains the failures of all peers, so it
+    takes precedence. An error about a lost peer is chosen only if there is no other finding.
     """
     if job.spec.under_torchrun:
         return findings

@@ -13,8 +13,8 @@ before its first step:
   hosts
 - a preflight that no pod passes (`_judge_preflights`)
 
-The opposite case is a coordinator that ends before the operator has reached it. Its host is
-suspected first, and its successor starts on a different one (`_suspect_host`).
+The opposite case is a coordinator that ends before the operator has reached it. The operator first
+suspects the host, and starts the next coordinator on a different host (`_suspect_host`).
 
 Example of containers that cannot start:
 
@@ -59,8 +59,8 @@ from ddpjob.core.world import (
 )
 
 UNPREPARED = timedelta(seconds=60)
-"""How long a coordinator's pod may be without its volumes and network. Its only volumes are a
-ConfigMap and folders on its host, so they should be ready sooner."""
+"""How long a coordinator's pod may wait for its volumes and network. The volumes are only a
+ConfigMap and folders on the host, so they are normally ready sooner."""
 _PASSED = frozenset({MemberState.READY, MemberState.RUNNING, MemberState.FINISHED})
 """States of members that have passed the preflight on their node."""
 
@@ -79,7 +79,7 @@ class Ended:
 class Ends:
     """The pods that have ended, and the view to continue with.
 
-    In this view's status, the slots and the coordinator have their current states.
+    The view's status has the current states of the slots and of the coordinator.
     """
 
     view: View
@@ -94,7 +94,7 @@ class Ends:
 
 
 def find_ends(view: View) -> Ends:
-    """Return the pods that have ended, from the current generation's slots and its coordinator."""
+    """Return the pods of the current generation that have ended, with the reasons."""
     view, slots = _follow_slots(view)
     view, coordinator = _follow_coordinator(view)
     ends = Ends(view, slots, _suspect_host(view, coordinator))
@@ -175,7 +175,8 @@ def is_success(pod: PodView, *, launcher: bool) -> bool:
     """Whether the program has finished its work.
 
     The launcher exits with 0 only once every program has finished. A user's program may also exit
-    with 0 after it has saved on SIGTERM, so its exit code is ignored if the pod is being deleted.
+    with 0 after it has saved on SIGTERM, so that exit code proves nothing while the pod is being
+    deleted.
     """
     return pod.ended and pod.succeeded and (launcher or pod.deleted_at is None)
 
@@ -183,7 +184,7 @@ def is_success(pod: PodView, *, launcher: bool) -> bool:
 def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
     """Return the view with the coordinator's state and endpoint, and the coordinator's end.
 
-    The end is None if the coordinator has not ended. With placement Master, the coordinator is a
+    The end is None if the coordinator has not ended. With Master placement, the coordinator is a
     container in slot 0's pod.
     """
     job, rendezvous, hosts, pod = view.job, view.status.rendezvous, view.world.hosts, view.coordinator
@@ -215,11 +216,12 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
 
 
 def _judge_start_errors(ends: Ends) -> Ends:
-    """Return the ends, changing start errors that are the job's own fault to InitFailure.
+    """Return the ends, with InitFailure as the cause of start errors that are the job's fault.
 
-    A start error is the job's fault if the job's own program is missing in the image. Before the
-    first step, it is also the job's fault if containers could not start on two hosts. An image for
-    a different platform is the hosts' fault if the cluster has a ready host with another platform.
+    A start error is the job's fault if the job's own program is missing from the image. Before the
+    first step, it is also the job's fault if containers could not start on two hosts. If the image
+    is for a different platform, and the cluster has a ready host with another platform, the hosts
+    are at fault.
     """
     view = ends.view
     hosts = {e.pod.host for e in ends.all if e.pod is not None and e.end.cause is Cause.START_ERROR}
@@ -248,12 +250,12 @@ def _has_other_platform(view: View, hosts: set[str]) -> bool:
 
 
 def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
-    """Return the coordinator's end, and blame its host if the operator never reached it.
+    """Return the coordinator's end; blame its host if the operator never reached the coordinator.
 
     An end that is blamed on the host does not count, and the next coordinator starts on a different
-    host. If the job already avoids a host because of a start error, no second host is suspected,
+    host. If the job already avoids a host because of a start error, no second host is blamed,
     because the fault is more likely in the program. If the image does not fit the host's platform,
-    this fault is the cause in any case.
+    this fault is always the cause.
     """
     pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
     if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:
@@ -281,11 +283,11 @@ def _ended_soon(view: View, pod: PodView) -> bool:
 
 
 def _judge_preflights(ends: Ends) -> Ends:
-    """Return the ends, changing failed preflights to InitFailure if no pod can pass them.
+    """Return the ends, with InitFailure as the cause of failed preflights that no pod can pass.
 
-    The reason may be a folder that the job cannot write to, or a wrong gpusPerNode. Ends change
-    only before the first step, and only after many preflights have failed: more than two per slot,
-    or more than the status can list.
+    Typical reasons are a folder that the job cannot write to, and a wrong gpusPerNode. The cause
+    changes only before the first step, and only after many preflights have failed: more than two
+    per slot, or more than the status can list.
     """
     view = ends.view
     failed = {i: e for i, e in ends.slots.items() if e.end.cause is Cause.PREFLIGHT_FAILED}

@@ -2,16 +2,16 @@
 
 Done. Under torchrun, a node exits with 0 only once every node of the group has finished, because
 the launchers wait for each other. One node with exit code 0 therefore proves that the whole group
-has completed its last step (`is_done`). From then on no pod is replaced, and the other pods have
-FINISH to exit. A `command` has no such barrier, so all of its nodes must succeed.
+has completed its last step (`is_done`). From then on no pod is replaced, and the other pods must
+exit within FINISH. A `command` has no such barrier, so all of its nodes must succeed.
 
-Failed. A restart is pointless in these cases, in this order (`find_failure`):
+Failed. The job fails in these cases, which are checked in this order (`find_failure`):
 
 1. A rule, or the default for the cause, fails the job (`failures.policy`).
 2. The job has never run, and its image does not exist.
 3. The coordinator cannot start before the first step.
 4. More failures have been counted than recovery.maxRestarts allows.
-5. The same error of the program repeats before the first step.
+5. The program fails with the same error repeatedly before the first step.
 
 Example with 2 nodes under torchrun:
 
@@ -73,7 +73,7 @@ def is_let_go(ends: Ends) -> bool:
     """Whether the coordinator has released the launchers because the whole group has finished.
 
     The coordinator and its report may be gone by now. A finished slot proves the release too, and
-    so does a slot that an earlier reconcile marked as lost for this reason (`give_up_lost`).
+    so does a slot that `give_up_lost` has marked as lost in an earlier reconcile.
     """
     view = ends.view
     if not view.job.spec.under_torchrun:
@@ -84,7 +84,7 @@ def is_let_go(ends: Ends) -> bool:
 
 
 def settle(view: View) -> View | None:
-    """Return the final view of a group that has completed its last step; None for other groups."""
+    """Return the final view of a group that has completed its last step; None if it has not."""
     ends = find_ends(view)
     if is_finished(ends):
         return ends.view
@@ -92,7 +92,7 @@ def settle(view: View) -> View | None:
 
 
 def give_up_lost(attribution: Attribution) -> View:
-    """Return a finished group's view, in which slots whose pods have ended are marked as lost.
+    """Return a finished group's view, with each slot marked as lost if its pod has ended.
 
     A lost slot gets no new pod, because the group has nothing left to do.
     """
@@ -129,9 +129,10 @@ def _fatal(attribution: Attribution) -> Failure | None:
 
 
 def _program_error(view: View) -> Failure | None:
-    """Return the failure of a job whose program is wrong, so that restarts cannot help.
+    """Return the failure of a job whose program is faulty, so that no restart can help.
 
-    This is judged only before the first step. Later, the job has progress that is worth keeping.
+    The program is judged only before the first step. Later, the job has progress that is worth
+    keeping.
     """
     spec, recent = view.job.spec, view.status.restarts.recent
     said = None if view.trained else find_repeated_error(spec, recent) or find_error_everywhere(spec, recent)
@@ -142,7 +143,7 @@ def _program_error(view: View) -> Failure | None:
 
 
 def _cannot_start(view: View) -> Failure | None:
-    """Return the failure of a job that has never run a pod and whose image does not exist."""
+    """Return the failure of a job that has never run a pod, because its image does not exist."""
     if view.has_run:
         return None
     for pod in [view.coordinator, *view.pods]:

@@ -35,13 +35,12 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Recorded:
-    """The restarts that follow from an attribution, and the view whose status contains them."""
+    """The restarts that follow from an attribution, and the view that records them."""
 
     attribution: Attribution
     view: View
     slots: dict[int, Ended]
-    """The slots' pods that have ended, and living pods that are replaced because of their failures,
-    by slot index."""
+    """The pods to replace, by slot index: ended pods, and living pods that have failed."""
     restarts: tuple[Restart, ...]
 
     @property
@@ -64,8 +63,8 @@ def record_restarts(attribution: Attribution) -> Recorded:
     if coordinator is not None:
         restart = _coordinator_restart(view, coordinator)
         if coordinator.pod is not None and coordinator.pod.name in {ended.name for ended in slots.values()}:
-            # Placement Master: the coordinator was in this pod, and the pod's own end has already
-            # been counted.
+            # With Master placement, this pod contained the coordinator, and the end of the pod has
+            # already been counted.
             restart = replace(restart, counted=False)
         restarts.append(restart)
         view = view.with_status(record(view.status, [restart]))
@@ -78,7 +77,7 @@ def record_restarts(attribution: Attribution) -> Recorded:
 
 
 def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, Ended], list[Restart]]:
-    """Return the ends and the restarts, including those for living pods that must be replaced.
+    """Return the ends and the restarts, with an entry in both for each living pod to be replaced.
 
     If the restarts exceed the budget, the job fails, so no living pod is added.
     """
@@ -105,8 +104,8 @@ def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, End
 def _coordinator_restart(view: View, ended: Ended) -> Restart:
     """Return the restart for a lost coordinator.
 
-    In Fast mode, training continues without it, so its loss does not begin a round. The exception
-    is a coordinator that cannot be replaced alone because the pods need a new generation.
+    In Fast mode, training continues without a coordinator, so the loss does not begin a round. The
+    exception is a coordinator that cannot be replaced alone because the pods need a new generation.
     """
     end, fast = ended.end, view.job.spec.fast and can_replace(view)
     ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=True)
@@ -123,10 +122,10 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
 
 
 def without_restart(view: View, before: JobStatus) -> View:
-    """Return a failed job's view, in which no restart follows the newest failures.
+    """Return a failed job's view, without restarts for the latest failures.
 
-    The failures stay listed, and counted failures stay counted. Only the round and the totals of
-    restarts exclude them.
+    The failures stay listed, and counted failures stay counted. Only the round and the total
+    numbers of restarts are as they were before these failures.
     """
     old = before.restarts
     counts = replace(view.status.restarts, uncounted=old.uncounted, total=old.total)
@@ -134,7 +133,7 @@ def without_restart(view: View, before: JobStatus) -> View:
 
 
 def record(status: JobStatus, restarts: list[Restart]) -> JobStatus:
-    """Return the status with these restarts counted and listed, and with the newest round."""
+    """Return the status with these restarts counted and listed, and with the latest round."""
     if not restarts:
         return status
     counted = [r for r in restarts if r.counted]

@@ -61,7 +61,7 @@ def replace_ended(recorded: Recorded) -> View:
 
 
 def _must_regroup(recorded: Recorded, view: View) -> bool:
-    """Whether the whole group must be replaced because replacing the ended pods would not help."""
+    """Whether the whole group must be replaced because replacing the ended pods is not enough."""
     spec, ends, lost = view.job.spec, recorded.slots, recorded.coordinator is not None
     causes = {ended.end.cause for ended in ends.values()}
     return (
@@ -78,7 +78,7 @@ def _must_regroup(recorded: Recorded, view: View) -> bool:
 
 
 def _all_wait(view: View, ends: dict[int, Ended]) -> View:
-    """Return the view in which all pods get the failed pod's back-off.
+    """Return the view, with the failed pod's back-off applied to all pods.
 
     The other pods cannot train without the failed pod, and may fail as well.
     """
@@ -94,9 +94,9 @@ def _all_wait(view: View, ends: dict[int, Ended]) -> View:
 def _with_backoff(recorded: Recorded) -> JobStatus:
     """Return the status with updated back-offs of the slots and the coordinator.
 
-    A pod that ended as a consequence does not back off, unless another pod failed for the same
-    cause in the program. All pods that failed for this cause then wait equally long. Each preempted
-    pod waits, so that its room stays free for the pods that preempted it.
+    A pod that ended as a consequence does not back off. But if another pod has failed for the same
+    cause, and the cause comes from the program, all pods that failed for this cause wait equally
+    long. After a preemption, the next pod always waits, so that the preempting pods get the room.
     """
     view, coordinator = recorded.view, recorded.coordinator
     causes = {finding.restart.pod for finding in recorded.attribution.merged.causes}

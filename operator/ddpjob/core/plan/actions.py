@@ -263,8 +263,8 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
 
 
 DEAF = timedelta(seconds=4)
-"""How long a launcher may take to announce that it is leaving after its pod was deleted. A slower
-launcher has probably not noticed the deletion."""
+"""How long a launcher may take, after the deletion of its pod, to announce that it is leaving. A
+slower launcher has probably not noticed the deletion."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
@@ -302,8 +302,8 @@ def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
     if not before.endpoint or (before.generation, before.attempt) == (after.generation, after.attempt):
         return []
     if before.generation == after.generation:
-        # The next coordinator may have the same address, as in the process backend. It ignores this
-        # message, because `before` limits the message to coordinators of earlier attempts.
+        # The next coordinator may have the same address, as in the process backend. `before` limits
+        # the message to coordinators of earlier attempts, so the next coordinator ignores it.
         return [
             NotifyCoordinator(
                 before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt}

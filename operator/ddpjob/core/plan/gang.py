@@ -8,7 +8,7 @@ scheduler places as a whole.
   beyond `elastic.minNodes` are created later, so they neither delay the gang nor take its room.
 - Once all its pods have been seen on hosts at the same time, the gang is placed (`with_placed`),
   and remains so in this generation. Later pods are not in a PodGroup, because Kubernetes 1.36 does
-  not schedule a PodGroup's pods while fewer of them exist than its minimum.
+  not schedule a PodGroup's pods while fewer pods exist than the PodGroup's minimum.
 - A job whose gang has been placed can later be stuck with half of its nodes. It then yields: it
   gives up all its nodes and waits as a new gang. It does so if it has held nodes for YIELD without
   training, and the scheduler finds no room for a pod that the job needs. After a preemption that

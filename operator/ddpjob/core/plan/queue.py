@@ -238,7 +238,7 @@ def _refusal(view: View) -> str:
 
 
 def with_admitted(view: View) -> JobStatus:
-    """Return the status of a queued job with its Admitted condition."""
+    """Return the status of a queued job, with the Admitted condition."""
     job, status, queue = view.job, view.status, view.status.queue
     if queue is None:
         reason, message = explain_waiting(view)
@@ -270,7 +270,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     for workload in world.workloads:
         held = queue is not None and workload.uid in queue.uids
         if workload.leaving or held or (replaced and not (workload.finished or workload.additional)):
-            continue  # Consider a successor only after it has taken over.
+            continue  # Judge a successor only after it has taken over the quota.
         if workload.additional and _uses_more(view):
             continue
         if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):

@@ -179,7 +179,7 @@ def wind_down(view: View) -> Decision:
 
 
 def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]:
-    """Return the message that stops running nodes, or deletions if no message can reach them.
+    """Return actions that stop running nodes, by a message if possible and else by deletion.
 
     Nodes that run a `command`, and nodes whose program has not started, cannot receive a message.
     Nodes of a complete job exit on their own.
@@ -200,8 +200,8 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
 def _clean(view: View) -> list[Action]:
     """Return actions that clean up after the job's nodes have ended.
 
-    Pods are deleted as runPolicy.cleanPodPolicy requires. A pod that this policy keeps is not
-    deleted to stop a sidecar, but a coordinator in the pod is asked to exit.
+    Pods are deleted as runPolicy.cleanPodPolicy requires. In a pod that this policy
+    keeps, sidecars continue to run, but a coordinator is asked to exit.
     """
     policy = view.job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []

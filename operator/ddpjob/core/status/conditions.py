@@ -12,9 +12,9 @@ from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Phase
 
 _ORDER = list(ConditionType)
 QUEUED = QUEUE_WAITS, QUEUE_NOT_SERVED = "Queued", "QueueNotServed"
-"""Reasons that the Suspended condition gives while a job is waiting in a queue."""
+"""Reasons of the Suspended condition while a job is waiting in a queue."""
 GROUP_RESTARTS = "GroupRestarts"
-"""Reason that the Running condition gives after a group breaks, until the cause is known."""
+"""Reason of the Running condition after a group has broken, until the cause is known."""
 MESSAGE_LIMIT = 8192
 """Maximum number of characters in a condition's message. The API server allows 32768, but that is
 too long for a terminal."""

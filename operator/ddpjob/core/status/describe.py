@@ -5,13 +5,13 @@ it. Two rules apply to all of them:
 
 - Messages are stable. A message that changed at each reconcile would be written each time, and each
   write causes the next reconcile. So messages name times, not durations, and omit figures that
-  flicker.
+  fluctuate.
 - Conditions about rare problems, such as NodesHealthy, are absent until the problem first occurs.
   Afterwards they stay and become true, so that users see that the problem is over.
 
 Example of a pod on an unhealthy Kubernetes node, with no place to go:
 
-    before the fault     no condition NodesHealthy
+    before the fault     there is no NodesHealthy condition
     after 60 s           NodesHealthy is false: NoOtherNode, with the node and the reason
     after the repair     NodesHealthy is true: AllHealthy
 """
@@ -47,7 +47,10 @@ SURELY_TRAINED = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Present:
-    """The present state of the job. The view's status contains the conditions judged so far."""
+    """The current state of a job while its conditions are judged.
+
+    The view's status contains the conditions judged so far.
+    """
 
     view: View
     restarts: tuple[Restart, ...]
@@ -129,7 +132,7 @@ def _has_run_long(status: JobStatus, now: datetime) -> bool:
 
 
 def _isolated(view: View) -> JobStatus:
-    """Set Isolated, which shows whether the NetworkPolicy keeps other jobs' pods out."""
+    """Show in the Isolated condition whether the NetworkPolicy keeps other jobs' pods out."""
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
@@ -149,7 +152,7 @@ def _isolated(view: View) -> JobStatus:
 
 
 def _nodes_healthy(view: View) -> JobStatus:
-    """Set NodesHealthy, which explains why a pod stays on an unhealthy Kubernetes node.
+    """Explain in the NodesHealthy condition why a pod stays on an unhealthy Kubernetes node.
 
     The condition is absent until a pod first stays on such a node.
     """
@@ -166,9 +169,9 @@ def _nodes_healthy(view: View) -> JobStatus:
 
 
 def _ranks_keep_pace(view: View) -> JobStatus:
-    """Set RanksKeepPace, which explains why a clearly slow rank is not moved.
+    """Explain in the RanksKeepPace condition why a clearly slow rank is not moved.
 
-    The condition is absent until a slow rank stays.
+    The condition is absent until the operator first decides not to move such a rank.
     """
     status = view.status
     staying = [verdict for verdict in judge_slow_ranks(view) if verdict.why]
@@ -184,12 +187,12 @@ def _ranks_keep_pace(view: View) -> JobStatus:
 
 
 def _and_more(verdicts: Sequence[object], noun: str) -> str:
-    """Return ` (and 2 more pods)` for the verdicts after the first; empty if there is only one."""
+    """Return ` (and 2 more pods)` for verdicts after the first; empty if there is only one."""
     return f" (and {count(len(verdicts) - 1, f'more {noun}')})" if len(verdicts) > 1 else ""
 
 
 def _ranks_ordered(view: View, training: int | None) -> JobStatus:
-    """Set RanksOrdered, which shows whether ranks follow spec.rankOrder.
+    """Show in the RanksOrdered condition whether ranks follow spec.rankOrder.
 
     The order of the group's ranks is also recorded in the status.
     """
@@ -216,9 +219,9 @@ After this time, CheckpointsCopied becomes false."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Set CheckpointsCopied, which shows whether checkpoints reach the bucket.
+    """Show in the CheckpointsCopied condition whether checkpoints reach the bucket.
 
-    The condition is absent until a checkpoint fails to reach it.
+    The condition is absent until a checkpoint fails to reach the bucket.
     """
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)

@@ -1,8 +1,8 @@
 """Decides which events a reconcile records: what happened, whether it counts, and what follows.
 
 Events are for people who watch a job. The status is the record, and events are derived from the
-difference between the old and the new status, so no event has to be remembered. There must be few
-of them, because Kubernetes drops events about a noisy object:
+difference between the old and the new status, so no event has to be remembered. Kubernetes drops
+events about a noisy object, so only these changes have events:
 
 - Each new restart has one event. If more than SINGLE_EVENTS restarts are alike, they share one
   event.
@@ -163,7 +163,7 @@ def _where(entry: Json) -> str:
 def _begun(old: JobStatus, new: JobStatus) -> str:
     """Return the message for the Running event.
 
-    After a restart, it describes the last break and the pause that followed.
+    After a restart, the message also describes the last break and the pause that followed.
     """
     running = new.condition(ConditionType.RUNNING)
     verb = "run" if running is not None and running.reason == NODES_RUN else "train"
@@ -186,7 +186,7 @@ def _after(restart: Restart) -> str:
 
 
 def _recovered(old: JobStatus, new: JobStatus) -> list[Event]:
-    """Return an event for a restart whose effects were still unknown when the group ran again.
+    """Return an event about a restart's effects if they became known after the group ran again.
 
     The pause and the number of repeated steps are known only once the first step is complete.
     """

@@ -2,7 +2,8 @@
 hold them.
 
 Costs and fair shares are calculated in GPU hours, which nobody can reconstruct once pods are gone.
-The status therefore holds the sum, the number of GPUs that are held now, and since when:
+The status therefore has the sum, the number of GPUs that are held now, and the time at which the
+sum was last updated:
 
     gpuSeconds: 28800
     gpuUse: {held: 16, since: "2026-03-01T10:30:00Z"}
@@ -14,7 +15,7 @@ of the resource spec.gpuResource count.
 
 At each reconcile, the number in `gpuUse.held` is multiplied by the time since `gpuUse.since` and
 added to the sum. The result is written together with any other change to the status, whenever the
-number of held GPUs changes, and otherwise every REFRESH. A job without GPUs gets neither field.
+number of held GPUs changes, and at least every REFRESH. A job without GPUs gets neither field.
 
 Example with 2 pods of 8 GPUs:
 
@@ -23,11 +24,11 @@ Example with 2 pods of 8 GPUs:
     10:40:00  one pod is lost                  gpuSeconds  38400  held  8  since 10:40:00
     10:40:05  its replacement is bound         gpuSeconds  38440  held 16  since 10:40:05
 
-Only the operator's clock is used, in whole seconds, so each change is off by less than a second,
-without a bias. Without an operator, nothing is lost or counted twice, because the next
-operator continues from the same `since`. It cannot know when pods ended or were bound in the
-meantime, so it counts those changes from its first reconcile. If its clock is behind the previous
-operator's, the difference is not counted.
+Only the operator's clock is used, in whole seconds, so each change is off by less than a second, in
+either direction. If no operator runs for a while, nothing is lost or counted twice, because the
+next operator continues from the same `since`. The next operator cannot know when pods ended or were
+bound in the meantime, so it counts those changes from its first reconcile. If its clock is behind
+the previous operator's clock, the difference is not counted.
 
 Why the status holds it: docs/decisions/0002.
 """

@@ -13,8 +13,8 @@ IN_GROUP = (MemberState.RUNNING, MemberState.FINISHED)
 def count_training_nodes(view: View) -> int | None:
     """Return the number of nodes that train as one group; None if unknown or if no group trains.
 
-    The coordinator's report is used only while the pods of all its members are alive. If one of
-    these pods is not alive, the report is older than the loss of that pod.
+    The coordinator's report is used only while all pods of the reported group are alive. Otherwise
+    the report is older than the loss of a pod.
     """
     report = view.report
     if not view.job.spec.under_torchrun or report is None or report.state not in FORMED:

@@ -41,7 +41,7 @@ def put_cause_first(message: str, facts: str = "") -> str:
 
 
 def _cause_and_place(line: str) -> tuple[str, str]:
-    """Split a failure's first line into the error, and the rank or pod that ended with it.
+    """Split a failure's first line into the error, and the rank or pod that failed.
 
     If the line has a different form, return the whole line and an empty rank or pod.
     """

@@ -6,8 +6,8 @@ outcome is known. Each reconcile resends pending notifications with the same id,
 receiver can drop duplicates.
 
 - A notification is sent when a job completes or fails, and when its budget is nearly spent.
-- If the receiver cannot be used, the Notifies condition shows this when the job starts, and the
-  entry is abandoned.
+- If the receiver cannot be used, the Notifies condition shows this from the job's start, and
+  notifications are abandoned.
 - A job is not deleted after its time to live while a notification is pending.
 
 Example of a job that fails:
@@ -38,7 +38,7 @@ _PROGRESS = ("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerS
 def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decision) -> Decision:
     """Return the decision, together with the notifications that the job's receiver must get.
 
-    The job is not deleted before each of its notifications has been delivered or abandoned.
+    The job is not deleted until all its notifications have been delivered or abandoned.
     """
     notify, status = job.spec.notify, decision.status
     if notify is None:
@@ -72,7 +72,7 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
 
 
 def _happened(job: DDPJob, status: JobStatus) -> Iterator[NotifyEvent]:
-    """Yield the events of spec.notify that happened between the job's last status and this one."""
+    """Yield the events of spec.notify that happened since the job's last status was written."""
     if status.terminal:
         if not job.status.terminal:
             yield NotifyEvent.FAILED if status.holds(ConditionType.FAILED) else NotifyEvent.COMPLETE
@@ -115,7 +115,7 @@ def _unusable(job: DDPJob, world: World) -> str:
 
 
 def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus, list[Event]]:
-    """Return the status with the Notifies condition if the receiver is unusable.
+    """Return the status, with the Notifies condition if the receiver is unusable.
 
     An event is added when the condition first appears. Without the condition, users would notice an
     unusable receiver only at the job's end.
@@ -135,7 +135,7 @@ def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus,
 def _body(job: DDPJob, status: JobStatus, entry: Notification, link: str) -> Json:
     """Return the JSON that is posted to the receiver.
 
-    It contains fields for programs, and `text` for receivers that use Slack's format.
+    The JSON contains fields for programs, and `text` for receivers that use Slack's format.
     """
     reason, message = _why(job, status, entry.event)
     counts = status.restarts

@@ -4,10 +4,10 @@ the main cost of a restart.
 When rank 0's worker starts, it reports three things (`protocol.START`): the step after which it
 continues, where that state came from, and the last step before the restart. The difference between
 the two steps is repeated work. The last step is known if a node's memory has survived, because
-`ddpjob_pod.snapshot_store` notes each step there. Otherwise the number of repeated steps is
+`ddpjob_pod.snapshot_store` records each step in memory. Otherwise the number of repeated steps is
 unknown. An unknown number is never shown as 0.
 
-The number of steps that a restart repeats is recorded when the report on its own round arrives. If
+The number of steps that a restart repeats is recorded when the report on the new round arrives. If
 the group takes its first step earlier, the number is unknown until that report arrives. The time
 that the repetition takes is reported later, once the repetition is over.
 
@@ -33,11 +33,11 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import View, is_number
 
 UNKNOWN = "unknown"
-"""Stands for the source of a restart's state if the script has not reported the source."""
+"""The source of a restart's state if the script has not reported a source."""
 
 
 def count_repeats(view: View) -> JobStatus:
-    """Return the status with the number of steps that the reported round has repeated."""
+    """Return the status, with the number of steps that the reported round has repeated."""
     status, report = view.status, view.report
     if report is None:
         return status
@@ -55,7 +55,7 @@ def count_repeats(view: View) -> JobStatus:
 def current_restart(status: JobStatus) -> Restart | None:
     """Return the restart that began the job's current round.
 
-    Return None if the round began with the job or with a resume, or if its restart is no longer in
+    Return None if the round began with the job or with a resume, or if the restart is no longer in
     the list of recent restarts.
     """
     recent, since = status.restarts.recent, status.start_time
@@ -67,8 +67,8 @@ def current_restart(status: JobStatus) -> Restart | None:
 def makes_new_steps(status: JobStatus) -> bool:
     """Whether a running group is taking steps that no earlier round has taken.
 
-    The result is False before the group's first step, and while it repeats steps. It is True if the
-    number of repeated steps is unknown.
+    The result is False before the group's first step, and while the group repeats steps. If the
+    number of repeated steps is unknown, the result is True after the first step.
     """
     restart = current_restart(status)
     if restart is None:
@@ -91,10 +91,7 @@ def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, An
 
 
 def count_steps(start: Mapping[str, Any]) -> int | None:
-    """Return the number of steps that a round repeats, based on the report about its start.
-
-    The result is None if the number is unknown.
-    """
+    """Return how many steps a round repeats, given the report on its start; None if unknown."""
     return start["made"] - start["step"] if "made" in start else None
 
 
@@ -111,9 +108,9 @@ def _with_seconds(counts: Restarts, restart: Restart | None, seconds: float) -> 
 
 
 def judge_snapshots(view: View) -> JobStatus:
-    """Return the status with SnapshotsHeld, which shows whether pods can hold the training state.
+    """Show in the SnapshotsHeld condition whether the training state fits into memory.
 
-    The condition is absent until a state does not fit into a pod's memory.
+    The condition first appears when the state does not fit into a pod's memory.
     """
     status, figures = view.status, view.reported_progress
     condition = partial(with_condition, status, ConditionType.SNAPSHOTS_HELD, now=view.now)
@@ -137,18 +134,18 @@ _SOURCES = {
 
 
 def repeats(restart: Restart | None) -> str:
-    """Describe how many steps a restart has repeated; empty if the script has not reported it."""
+    """Describe how many steps a restart has repeated; empty without a report from the script."""
     return "" if restart is None else describe_repeats(restart.continued_from, restart.repeated_steps)
 
 
 def and_repeats(restart: Restart | None) -> str:
-    """Return `repeats` as the end of a sentence: `; 1 step repeated (from memory)`, or empty."""
+    """Return the text of `repeats` with a leading semicolon; empty if `repeats` is empty."""
     again = repeats(restart)
     return f"; {again}" if again else ""
 
 
 def describe_repeats(source: str, steps: int | None) -> str:
-    """Describe how many steps were repeated, and from what source (protocol.SOURCES)."""
+    """Describe how many steps were repeated, and where the state came from (protocol.SOURCES)."""
     if source not in _SOURCES:
         return ""
     number = "an unknown number of steps" if steps is None else count(steps, "step")

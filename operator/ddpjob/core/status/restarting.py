@@ -1,14 +1,14 @@
 """Sets the conditions that describe recovery: Restarting, FastRecovery and PreflightPassed.
 
-Restarting is true from a break until the group runs again. Both moments are seen late, so three
-cases need care (`judge_restarting`):
+Restarting is true from a break until the group runs again. The operator sees both moments late, so
+three cases need care (`judge_restarting`):
 
 - The operator may first see a break when the group already runs again. Restarting then never
   becomes true. But if the operator itself caused the break, for example by scaling, the report of a
   running group may be older than the break. Restarting then becomes true anyway.
 - For a `command`, no report shows when the group forms. If the program reported steps before, the
-  next reported step shows that training has resumed. If the program has never reported steps, it is
-  only known that the pods run.
+  next reported step shows that training has resumed. If the program has never reported steps, the
+  operator knows only that the pods run.
 - A suspension may cut a restart short. Such a restart never gets a duration.
 
 Example of a drained node:
@@ -39,7 +39,7 @@ from ddpjob.core.view import View, is_number
 _BEFORE_THE_REPORT = frozenset(
     {Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED, Cause.COORDINATOR_LOST}
 )
-"""Causes of breaks that the operator may know before the coordinator does. A report that is older
+"""Causes of breaks that the operator may know about before the coordinator. A report that is older
 than such a break still shows a running group."""
 
 
@@ -65,7 +65,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         known = view.job.spec.under_torchrun or _steps(reported_figures(view))
         known = known or (not broke and before is not None and before.reason == RECOVERED)
         reason, message = (RECOVERED, "the group runs again") if known else (PODS_RUN, _PODS_RUN)
-        message += and_repeats(current_restart(status))  # The repeated steps are added later.
+        message += and_repeats(current_restart(status))  # Empty until the script has reported.
         return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status
 
@@ -88,13 +88,13 @@ def _steps(progress: Mapping[str, Any]) -> bool:
 
 
 def _timed(view: View) -> tuple[Restart, ...]:
-    """Return the recent restarts, with the duration in seconds of each restart that is over.
+    """Return the recent restarts, with a duration in seconds for each restart that is over.
 
-    If steps are reported to the coordinator, a restart is over when the next step is complete. The
-    coordinator measures the last restart more precisely than the operator, which may have seen the
-    break only after an outage of its own. But if several breaks are over at once, the measurement
-    begins with the first break. A restart that a suspension has cut short gets no duration, because
-    there was no recovery.
+    If steps are reported to the coordinator, a restart is over once the next step is complete. The
+    coordinator measures the last restart more precisely than the operator, because the operator may
+    have been down when the group broke. If several breaks end at once, the coordinator's
+    measurement begins with the first break, so the shorter of the two durations is used. A restart
+    that a suspension has cut short gets no duration, because there was no recovery.
     """
     report, recent = view.report, view.status.restarts.recent
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
@@ -113,12 +113,12 @@ def _timed(view: View) -> tuple[Restart, ...]:
 
 
 def judge_fast_recovery(view: View) -> JobStatus:
-    """Return the status with FastRecovery, which shows whether every pod can recover quickly.
+    """Show in the FastRecovery condition whether every pod can recover quickly.
 
-    Quick recovery is what Fast mode promises. The condition is absent until the group runs, or
-    until a pod reports that it cannot recover quickly. The pods report to a new coordinator one
-    after another, so the condition stays unchanged until one of them reports a problem or the group
-    has formed.
+    Fast mode promises quick recovery. The condition is absent until the group runs, or until a pod
+    reports that it cannot recover quickly. After a change of coordinator, the pods report one after
+    another. The condition then stays unchanged until a pod reports a problem or the group has
+    formed.
     """
     status, report = view.status, view.report
     if not view.job.spec.fast:
@@ -138,11 +138,11 @@ def judge_fast_recovery(view: View) -> JobStatus:
 
 
 def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
-    """Return the status with PreflightPassed, which shows whether the pods pass their preflight.
+    """Show in the PreflightPassed condition whether the pods pass their preflight.
 
     The condition is set after a pod has failed its preflight, or once the group has `formed`.
     `restarts` are the restarts of this reconcile. A coordinator that has just taken over has no
-    notes from its pods yet. The condition stays unchanged until they reconnect.
+    notes from the pods yet, so the condition stays unchanged until the pods reconnect.
     """
     status, report, preflight = view.status, view.report, view.job.spec.preflight
     if preflight is None:

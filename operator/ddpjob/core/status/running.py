@@ -5,13 +5,13 @@ explanation is shown (`judge_running`), in this order:
 
 1. a container that cannot start, with the kubelet's reason
 2. pods that are missing or not started
-3. a `command` with enough running pods: true, because it has no report about its group
+3. a `command` with enough running pods: true, because no report describes the group of a `command`
 4. a coordinator that cannot be reached: the condition keeps its status, because training may
    continue
 5. the state of the rendezvous: backing off, finished, restarting, or forming
 
 A message stays the same until the state changes. A time that must survive an operator restart, such
-as the time of the last step, is part of the message and is read back from there.
+as the time of the last step, is part of the message and is read back from the message.
 
 Example of a start with 2 nodes:
 
@@ -146,7 +146,7 @@ def _fetching(report: Report) -> str:
 
 
 def _secret_hint(view: View, held: Stuck) -> str:
-    """Describe the missing Secret of a bucket, if a container waits for it."""
+    """Describe the bucket's Secret for which a container waits; empty if there is none."""
     storage = view.job.spec.storage
     for name, volume in (("checkpoints", storage.checkpoints), ("data", storage.data)):
         secret = volume.secret_name if volume is not None else None
@@ -226,8 +226,8 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""Two reported times that differ by less than this belong to the same step. They differ slightly
-because the clocks of the coordinator and the operator are compared again for each report."""
+"""Reported times of the same step differ by less than this. They are not equal, because the clocks
+of the coordinator and the operator are compared again for each report."""
 _NO_STEP = "completed no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
@@ -256,7 +256,8 @@ def _verb(view: View, nodes: int) -> str:
 def _finished_early(view: View) -> str:
     """Describe the first node that has exited with 0 while other nodes are still training.
 
-    The other nodes may wait for it forever. The result is empty if there is no such node.
+    The other nodes may wait forever for the finished node. The result is empty if there is no such
+    node.
     """
     report = view.report
     members = () if report is None or report.state is not CoordinatorState.RUNNING else report.members
@@ -308,5 +309,5 @@ def _missing(view: View) -> str:
 
 
 def reported_figures(view: View) -> Mapping[str, Any]:
-    """Return the progress that the current generation's coordinator reports; empty if none."""
+    """Return the progress that the current generation's coordinator reports; empty if unknown."""
     return view.report.progress if view.report is not None else {}

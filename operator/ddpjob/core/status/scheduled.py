@@ -16,8 +16,8 @@ Example of a job with 2 nodes in a full cluster:
     AllPlaced       2 of 2 pods are scheduled
 
 While a rejected object is being created again, the condition keeps its message. A different message
-would cause a write of the status, each write wakes the job, and the awakened job would try again in
-an endless loop without pauses.
+would be written to the status, and each write triggers the next reconcile, so the operator would
+retry in an endless loop without pauses.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
         return condition(False, *_refused(view, alive, blocking[0]))
     before = status.condition(ConditionType.SCHEDULED)
     if creating and not world.rejections and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
-        return status  # It is not known yet whether the next attempt succeeds.
+        return status  # Keep the message until the retry has succeeded or failed.
     coordinator = view.coordinator
     dedicated = [coordinator] if coordinator is not None and coordinator.role is Role.COORDINATOR else []
     waiting = next((p for p in [*alive, *dedicated] if p.unschedulable and not p.host), None)
@@ -85,7 +85,7 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
     if placed >= spec.pods:
         budget = next((rejection for rejection in world.rejections if rejection.of_budget), None)
         if budget is None and creating and before is not None and before.status and _NO_BUDGET in before.message:
-            return status  # It is not known yet whether the next attempt succeeds.
+            return status  # Keep the message until the retry has succeeded or failed.
         refused = f"; {budget.object} {_NO_BUDGET}: {budget.message}" if budget is not None else ""
         return condition(True, "AllPlaced", f"{_are_scheduled(spec.pods, spec.pods)}{refused}{_kept(view)}")
     message = f"{_are_scheduled(placed, spec.pods)}{_backing_off(status, view.now)}"
@@ -130,8 +130,8 @@ _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (C
 """Matches messages about objects that a LimitRange rejects. These messages do not name the
 container."""
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
-"""Matches messages about objects that name a missing PriorityClass. Running without a gang would
-not help."""
+"""Matches messages about objects that name a missing PriorityClass. Such an object would be
+rejected without a gang too."""
 _NO_BUDGET = (
     "is refused, so a drain can end several pods at once (to run without a budget, set scheduling.disruptionBudget to "
     "false)"
@@ -166,7 +166,7 @@ GANG_NOT_SERVED = "GangNotServed"
 
 
 def _gang_not_served(*, volcano: bool) -> str:
-    """Report that the cluster does not serve PodGroups, and how to run without them."""
+    """Report that the cluster does not serve PodGroups, and explain how to run without them."""
     kubernetes = (
         "PodGroups (scheduling.k8s.io/v1alpha2, in Kubernetes 1.36 with the feature gates GenericWorkload and "
         "GangScheduling)"
@@ -179,7 +179,7 @@ def _gang_not_served(*, volcano: bool) -> str:
 
 
 def _idle(view: View, alive: list[PodView]) -> str:
-    """Describe the pods that wait in vain for rejected pods, and how to release the waiting pods.
+    """Describe the pods that wait for rejected pods, and explain how to release the waiting pods.
 
     The result is empty if no pod exists, or if the group may be training.
     """

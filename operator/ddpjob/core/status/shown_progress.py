@@ -6,7 +6,7 @@ and each write is a request to the API server. So:
 - Progress alone is written at most once per REFRESH. The first loss and the first speed are written
   immediately, and so is progress that is written together with a new phase.
 - Only known fields and a limited number of metrics are shown, and only finite numbers. A loss that
-  is infinite or undefined is shown as `nan`, because users must not take it for a missing report.
+  is infinite or undefined is shown as `nan`, so that users do not mistake it for a missing report.
 - If the steps start again at 0 after a restart, `stepsBefore` keeps the last step.
 - A rank that lags is shown for at least SHOWN, because each change causes an event.
 
@@ -31,7 +31,7 @@ REFRESH = timedelta(seconds=2)
 """Minimum time between two writes of the status that only update the progress."""
 
 SHOWN = timedelta(minutes=1)
-"""A lagging rank stays in the status for at least this long after it first appeared there."""
+"""Minimum time that a lagging rank stays in the status."""
 MOST_SLOWDOWN = 1000.0
 _INTEGERS = ("epoch", "epochs", "step", "steps", protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
 _OF_MEMORY = (protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
@@ -48,10 +48,10 @@ def show_progress(
 ) -> Json:
     """Return the progress that the status is to show.
 
-    The result is `reported` in the form of the status. It is `shown` instead if nothing has
-    changed, or if `shown` was written less than REFRESH ago and `at_once` is false. A first loss or
-    speed, and a script that begins again at step 0, do not wait for REFRESH. `stragglers` comes
-    from `show_stragglers`.
+    The result is `reported` in the form of the status, or `shown` if nothing has changed. Within
+    REFRESH of the last write, the result is `shown` too, unless `at_once` is true, a loss or speed
+    is reported for the first time, or the script begins again at step 0. `stragglers` comes from
+    `show_stragglers`.
     """
     if not reported:
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
@@ -60,9 +60,9 @@ def show_progress(
     again = _begins_at_zero(shown, reported)
     if last is not None and not (at_once or first or again) and timedelta(0) <= now - last < REFRESH:
         return shown
-    # A coordinator that replaces a lost one has no figures until the ranks report again. A group
-    # that is ending may never report again. Until then, the last figures of the lost coordinator
-    # stay.
+    # A coordinator that replaces a lost one has no figures until the ranks report again, and a
+    # group that is ending may never report again. Keep the last figures of the lost coordinator
+    # until there are new ones.
     kept = {} if reported.keys() & {"epoch", "step"} else without_speed(shown)
     fresh: Json = {key: value for key, value in kept.items() if key not in ("stragglers", "updatedAt")}
     fresh |= {
@@ -81,8 +81,8 @@ def show_progress(
     if eta is not None:
         fresh["eta"] = duration(eta) if is_number(eta) else protocol.escaped(str(eta))
     if isinstance(reported.get("metrics"), dict):
-        # Escape the names of metrics. The API server would replace half of a surrogate pair, so the
-        # next report would always differ from the stored one.
+        # Escape the names of metrics. The API server would replace a lone half of a surrogate pair,
+        # so the next report would always differ from the stored one.
         numbers = [(protocol.escaped(str(k)), v) for k, v in reported["metrics"].items() if is_number(v)]
         fresh["metrics"] = dict(numbers[:_METRICS])
         if "speedDisplay" not in fresh and protocol.COUNTED_SPEED in fresh["metrics"]:
@@ -135,7 +135,7 @@ def began_again(progress: Json) -> str:
 
 
 def without_speed(progress: Json) -> Json:
-    """Return the progress of a job that does not train: it has no speed and no remaining time."""
+    """Return the progress without figures of a training group, such as speed and remaining time."""
     kept = {name: value for name, value in progress.items() if name not in _OF_A_GROUP}
     if isinstance(kept.get("metrics"), dict):
         kept["metrics"] = {name: value for name, value in kept["metrics"].items() if name != protocol.COUNTED_SPEED}
@@ -151,7 +151,7 @@ def show_stragglers(view: View) -> list[Json]:
     """Return the lagging ranks, with their pods, in the form of status.progress.
 
     The script reports ranks, and the operator adds pods and times. A rank is shown for at least
-    SHOWN, so that a rank close to the limit causes few events. It is removed if the group stops
+    SHOWN, so that a rank close to the limit causes few events. A rank is removed if the group stops
     training, or if the next round gives the rank to a different pod.
     """
     report, now, procs = view.report, view.now, view.job.spec.procs_per_node
@@ -187,7 +187,7 @@ def _is_fresh(entry: Json, now: datetime) -> bool:
 
 
 def _summary(fresh: Json) -> Json:
-    """Return `percent` and the text of the column `display`, as far as the counts allow."""
+    """Return `percent` and the text of the `display` column, if the reported counts suffice."""
     step, steps, epoch, epochs = (fresh.get(name) for name in ("step", "steps", "epoch", "epochs"))
     parts = []
     if epoch is not None:

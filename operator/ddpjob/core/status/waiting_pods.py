@@ -1,7 +1,7 @@
 """Explains why a pod is waiting, although nothing has failed.
 
-Kubernetes reports failures, but rarely why a healthy pod does not start. After LONG, the pod's
-conditions and init containers therefore show the most likely reason:
+Kubernetes reports failures, but rarely why a healthy pod does not start. If a pod waits longer than
+LONG, this module derives the most likely reason from the pod's conditions and init containers:
 
 - It has no host: a scheduling gate holds it, or no scheduler has considered it.
 - It has a host: its volumes or network are not ready, an init container runs, or the image is being
@@ -23,8 +23,8 @@ from ddpjob.api.job_status import format_time
 from ddpjob.core.world import PodView
 
 LONG = timedelta(seconds=30)
-"""Time after which waiting is unusual. A scheduler considers a pod within a few seconds, and a
-kubelet that has the image starts a pod as quickly."""
+"""The longest time that a pod normally waits. A scheduler considers a pod within a few seconds, and
+a kubelet that has the image starts the pod just as quickly."""
 SCHEDULER_SILENT = "SchedulerSilent"
 SCHEDULING_GATED = "SchedulingGated"
 NOT_PREPARED = "PodNotPrepared"
@@ -68,7 +68,8 @@ def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] 
         preparing = {} if pod.initialized else pod.init_containers
         running = [name for name, container in preparing.items() if container.running]
         if running:
-            # Sidecars keep running, so only the last running init container holds up the pod.
+            # Only the last running init container holds up the pod, because the others are
+            # sidecars.
             since = format_time(preparing[running[-1]].started or pod.scheduled)
             return NODES_MISSING, f"{where}: init container {running[-1]} has been running since {since}"
         since = format_time(pod.scheduled)

@@ -79,10 +79,9 @@ class Sinks:
         self._parts = parts
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Pass `values`, the numbers after `step` steps, to the sinks.
+        """Pass `values`, the numbers after `step` steps, to the sinks, without waiting for them.
 
-        The numbers have names such as train/loss. This does not wait for the sinks. Values that are
-        None are omitted.
+        The numbers have names such as train/loss. Values that are None are omitted.
         """
         known = {name: float(value) for name, value in values.items() if value is not None}
         for part in self._parts:

@@ -22,7 +22,7 @@ LABELS = ("namespace", "job_name", "run")
 """Labels of all metrics, with the same names as labels of the operator and the coordinator. Outside
 a job, the values of namespace and job_name are empty."""
 _METRICS = {
-    # Maps the name that a metric has in the sinks to (its name for Prometheus, its help text).
+    # Maps a metric's name in the sinks to (the metric's name in Prometheus, help text).
     "train/step": (
         "ddpjob_train_step",
         "Optimizer steps taken since training began; falls back to the checkpoint's step after a restart.",
@@ -78,8 +78,8 @@ _METRICS = {
 _COUNTERS = ("train/skipped_steps", "train/corrupt_images", "train/restarts")
 
 _BY_LABEL = {
-    # Maps the first part of the names that some metrics have in the sinks to (their name for
-    # Prometheus, label for the rest of the name, help text).
+    # In the sinks, the names of some metrics end in a rank or a phase. Maps the first part of such
+    # a name to (the metric's name in Prometheus, the label for the rank or phase, help text).
     "train/rank_step_seconds/": (
         "ddpjob_train_rank_step_seconds",
         "rank",
@@ -100,7 +100,7 @@ def _address() -> str:
 
 
 class Prometheus:
-    """Holds the newest numbers until Prometheus scrapes them."""
+    """Holds the latest numbers until Prometheus scrapes them."""
 
     def __init__(self, config: ReportConfig, run: Run) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -136,10 +136,9 @@ class Prometheus:
                 yield family
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Store the newest numbers.
+        """Store the latest numbers.
 
-        The stored step does not decrease, because a checkpoint may be reported after a report of a
-        later step.
+        The stored step never decreases, although a checkpoint may be reported after a later step.
         """
         self._newest = {**self._newest, **values, "train/step": max(step, self._newest["train/step"])}
 

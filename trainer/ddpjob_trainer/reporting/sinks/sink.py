@@ -25,17 +25,17 @@ class Run:
 
 
 class Sink(Protocol):
-    """A destination for numbers with names. Its methods may be slow and may raise any error."""
+    """A destination for named numbers. Its methods may be slow, and may raise any error."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Accept the numbers after global step `step`."""
 
     def close(self, complete: bool) -> None:
-        """End this incarnation of the run. `complete` indicates whether training is complete."""
+        """End this incarnation of the run. `complete` states whether training is complete."""
 
 
 def kept(path: Path, make: Callable[[], str]) -> str:
-    """Return the id that a run has at a service.
+    """Return a run's id at a service.
 
     The id is kept in `path`, so that a restart continues the same run at the service. At the first
     start, the id is the result of `make`. Raises OSError.

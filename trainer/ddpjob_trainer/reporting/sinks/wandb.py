@@ -21,7 +21,7 @@ class WeightsAndBiases:
     def __init__(self, config: ReportConfig, run: Run) -> None:
         import wandb
 
-        # Do not let W&B capture the console, because it would route every line through a thread.
+        # Do not let W&B capture the console, because W&B would route every line through a thread.
         settings = wandb.Settings(console="off", silent=True)
         name = run.name
         identity = kept(run.folder / _FILE, lambda: secrets.token_hex(4))

@@ -26,8 +26,8 @@ class DdpMp(Ddp):
     """
 
     compiles_step = False
-    # Ranks cannot share a micro-batch. Its layers draw random numbers on several devices, but
-    # `SharedParts` seeds only one device.
+    # Layers draw random numbers on several devices, but `SharedParts` seeds only one device. Ranks
+    # therefore cannot share a micro-batch.
     divides = False
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:

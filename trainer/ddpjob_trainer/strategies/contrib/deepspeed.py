@@ -280,7 +280,7 @@ class DeepSpeed(Strategy):
 
 
 class _ByEngine(Precision):
-    """Runs backward passes through DeepSpeed's engine, which processes the gradients."""
+    """Lets DeepSpeed's engine run backward passes, because the engine processes the gradients."""
 
     engine: Any = None
 
@@ -315,8 +315,8 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
             f" {stage}; set deepspeed.stage={zero['stage']}, or remove zero_optimization.stage from the file"
         )
     ours = {
-        # With a batch size of 1 per rank and no accumulation, DeepSpeed does not divide the losses.
-        # The trainer has already weighted them.
+        # The trainer has already weighted the losses. With a batch size of 1 per rank and no
+        # accumulation, DeepSpeed does not divide them again.
         "train_batch_size": group.world,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

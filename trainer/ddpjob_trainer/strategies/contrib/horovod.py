@@ -55,7 +55,7 @@ class Horovod(Strategy):
             raise ConfigError(
                 "strategy=horovod: Horovod 0.28 cannot add up bfloat16; set amp.dtype=float16, or amp.level=O1"
             )
-        # Give Horovod an optimizer of its own. Its hooks must be on the weights that receive
+        # Give Horovod an optimizer of its own. Horovod's hooks must be on the weights that receive
         # gradients, but the trainer's optimizer can work on float32 copies of these weights.
         self._exchange: Any = self._hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters()),

@@ -2,8 +2,8 @@
 
 Ranks communicate through torch.distributed.rpc. In each step, every worker pushes its gradients,
 the server adds them up in rank order and updates the weights, and the workers pull the new weights.
-This is the synchronous variant of the paper's architecture (Li et al., Scaling Distributed Machine
-Learning with the Parameter Server, 2014). It computes the same result as a single process.
+This is the synchronous variant of the architecture in Li et al., Scaling Distributed Machine
+Learning with the Parameter Server, 2014. The result is the same as that of a single process.
 """
 
 from __future__ import annotations
