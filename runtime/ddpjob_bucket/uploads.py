@@ -57,12 +57,12 @@ class Uploads:
 
     A failed upload never ends the process.
 
-    `tidy` is called in the thread after each upload. `release` is called with each checkpoint that
-    no longer needs to be uploaded. `publish`, if given, is called for each upload instead of
-    `bucket.publish`. With `in_turn`, no checkpoint is replaced, and the oldest one is uploaded
-    first, because other processes upload their parts of each checkpoint. `done` is called in the
-    thread after each completed upload. By then, `figures` includes the upload, but callers of
-    `wait` have not been woken up yet.
+    `tidy` is called in the thread after each successful upload. `release` is called with each
+    checkpoint that no longer needs to be uploaded. `publish`, if given, is called for each upload
+    instead of `bucket.publish`. With `in_turn`, no checkpoint is replaced, and the oldest one is
+    uploaded first, because other processes upload their parts of each checkpoint. `done` is called
+    in the thread after each completed upload. By then, `figures` includes the upload, but callers
+    of `wait` have not been woken up yet.
     """
 
     def __init__(

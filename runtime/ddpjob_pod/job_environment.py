@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 GRACE_SECONDS = 30.0
-"""Kubernetes' default grace period, which applies if a pod does not set one."""
+"""Kubernetes' default grace period, in seconds, for pods that do not set one."""
 
 
 class VariableError(ValueError):

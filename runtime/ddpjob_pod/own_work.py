@@ -199,8 +199,8 @@ def _key(rank: int) -> str:
 
 
 def read_seconds(values: Iterable[bytes]) -> list[float]:
-    """Parse the ranks' figures as seconds. A value that is not a positive number becomes 0, which
-    means unknown.
+    """Parse the ranks' figures as seconds. A value that is not a positive number becomes 0
+    (unknown).
     """
     found = []
     for value in values:

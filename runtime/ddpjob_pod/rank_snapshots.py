@@ -150,14 +150,14 @@ class RankExchange(Protocol):
         """Return every rank's bytes, in rank order."""
 
     def start_gathering(self, content: bytes) -> Callable[[], list[bytes] | None]:
-        """Begin to gather every rank's bytes, and return a function that waits for them.
+        """Start gathering every rank's bytes, and return a function that waits for them.
 
         Earlier calls determine the size of the buffers. If a rank's bytes exceed the buffers, the
         returned function returns None, and the caller must call `gather_bytes` instead.
         """
 
     def send(self, content: memoryview, to: int) -> None:
-        """Send bytes to a rank, which must receive the same number of bytes."""
+        """Send bytes to a rank. That rank must receive the same number of bytes."""
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
         """Send bytes to one rank, and receive bytes from another rank at the same time.
@@ -218,7 +218,7 @@ class TorchExchange:
         return said
 
     def start_gathering(self, content: bytes) -> Callable[[], list[bytes] | None]:
-        """Begin to gather every rank's bytes. See `RankExchange`."""
+        """Start gathering every rank's bytes. See `RankExchange`."""
         if self._distributed is None:
             return lambda: [content]
         capacity = self._capacity
@@ -250,7 +250,7 @@ class TorchExchange:
         return self._reused
 
     def send(self, content: memoryview, to: int) -> None:
-        """Send bytes to a rank, which must receive the same number of bytes."""
+        """Send bytes to a rank. That rank must receive the same number of bytes."""
         self._distributed.send(_bytes_of(content), self._global(to), group=self._group)
 
     def receive(self, content: memoryview, source: int) -> None:
@@ -372,7 +372,7 @@ class Cadence:
         Return 0 if the interval is still unknown.
 
         Args:
-            step: the step of the restored state, which all nodes hold.
+            step: the step of the state that was restored on all nodes.
             recent: the value of `recent` when that state was copied; empty if no cost was known
                 yet.
         """
@@ -417,7 +417,7 @@ class _Place:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     whole: tuple[int, ...] | None
-    """If this tensor is a shard, the shape of the whole tensor; otherwise None."""
+    """Shape of the whole tensor if this tensor is a shard; None if it is not."""
 
 
 class _Places:
@@ -457,7 +457,7 @@ class _Copy:
     step: int
     moment: Moment
     content: bytes
-    """This rank's costs and private state, which are sent to all ranks."""
+    """This rank's costs and private state, as sent to all ranks."""
     has_own: bool
     gathering: Callable[[], list[bytes] | None]
     said: list[bytes] | None = None
@@ -1064,7 +1064,7 @@ def _pin(data: memoryview) -> None:
 
 
 def _torch() -> Any:
-    """Import and return torch, which this package does not require."""
+    """Import and return torch. The package can be imported without torch."""
     return importlib.import_module("torch")
 
 
@@ -1083,7 +1083,7 @@ class _StateLayout:
         Args:
             tree: the state.
             owns_room: number of bytes to reserve for the ranks' private states.
-            recent: the measurements in `Cadence.recent`, which a restart needs.
+            recent: the measurements in `Cadence.recent`, for use after a restart.
             known: the places of the previous state's tensors. They are reused if the new state's
                 tensors have the same types and shapes.
         """

@@ -93,7 +93,7 @@ def report(
     A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
     element. A loss that is infinite or undefined is shown as nan. Other figures that are infinite
     or undefined are not shown. For a tensor on a GPU, the call waits for the GPU, as `item()` does,
-    so report only every few steps. Without such tensors, `report` returns immediately. The newest
+    so report only every few steps. Without such tensors, `report` returns immediately. The latest
     figures are sent in the background, at most twice a second. If the coordinator is unreachable,
     figures are lost, but training continues. Figures with a `step` are also kept in the checkpoint
     folder as curves for `ddpjob plot` and the dashboard. The file, run/metrics.jsonl, gets two
@@ -168,9 +168,9 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
     torch.distributed.checkpoint must contain the parts of all ranks.
 
     Args:
-        path: a complete checkpoint, which is a file or folder in `checkpoint_dir()`. After the
-            call, you may replace or remove it, but not modify it in place: write to a different
-            name, then use os.replace.
+        path: a file or folder in `checkpoint_dir()` that is a complete checkpoint. After the call,
+            you may replace or remove it, but not modify it in place: write to a different name,
+            then use os.replace.
         step: number of steps completed. Of all checkpoints since the last start of the job, the one
             with the highest step counts as the newest.
         keep: how many of the newest checkpoints stay in the bucket.
@@ -239,8 +239,8 @@ def should_stop() -> bool:
     """Whether to save and exit now, because the pod of any rank was asked to stop.
 
     All ranks must call this at the same steps. If torch.distributed is initialized, every rank gets
-    the same result, because the ranks exchange one number. They do so over gloo, which does not
-    wait for the GPU. After the first call, SIGTERM no longer ends the process.
+    the same result, because the ranks exchange one number. The exchange uses gloo and does not wait
+    for the GPU. After the first call, SIGTERM no longer ends the process.
 
     Raises:
         RuntimeError: another rank is gone.

@@ -106,7 +106,7 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
 
 
 def resume(accelerator: Any, folder: str | Path | None = None) -> int:
-    """Load the newest state from `save` or `take`, and return its step; 0 if there is none.
+    """Load the latest state from `save` or `take`, and return its step; 0 if there is none.
 
     All ranks must call this once, after `accelerator.prepare` and `register_for_checkpointing`.
 

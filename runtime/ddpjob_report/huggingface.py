@@ -148,9 +148,9 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Return the path of the newest state, for `resume_from_checkpoint`; None if there is no state.
+    """Return the path of the latest state, for `resume_from_checkpoint`; None if there is no state.
 
-    The newest state is either a complete checkpoint in the Trainer's output folder, or the state in
+    The latest state is either a complete checkpoint in the Trainer's output folder, or the state in
     the nodes' memory. If the state in memory has more steps, it is written as a checkpoint. All
     ranks must call this.
 

@@ -224,9 +224,9 @@ def _leaves(loaders: Any) -> list[Any]:
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Return the path of the newest state, for `ckpt_path`; None if there is no state.
+    """Return the path of the latest state, for `ckpt_path`; None if there is no state.
 
-    The newest state is either a complete checkpoint in the folder, or the state in the nodes'
+    The latest state is either a complete checkpoint in the folder, or the state in the nodes'
     memory. If the state in memory has more steps, it is written as a checkpoint. Checkpoints in the
     folder are ordered by the number at the end of their names, as in ModelCheckpoint's
     `{epoch}-{step}`. All ranks must call this.

@@ -2,7 +2,7 @@
 
 Problem: a framework restores its state from a checkpoint in its own format and order (model,
 optimizers, loops, position in the data). If our code restored the parts from outside, it would have
-to follow that order, which changes from version to version.
+to follow that order, but the order changes from version to version.
 
 Rule: a state in memory has the content that the framework would save. At startup, `as_checkpoint`
 writes the latest state as a checkpoint in the framework's format, once per node. The framework
@@ -110,7 +110,7 @@ class FrameworkMemory:
 
 
 def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None]) -> Path | None:
-    """Write the newest state in memory as a checkpoint, and return its path.
+    """Write the latest state in memory as a checkpoint, and return its path.
 
     Return None if no state in memory has more than `newest` steps. All ranks must call this at the
     start.

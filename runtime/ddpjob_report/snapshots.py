@@ -398,7 +398,7 @@ def _read(found: Restored, rank: int) -> dict[str, Any]:
 
 
 def tensors_of(tree: Any) -> Iterator[Any]:
-    """Yield all tensors and arrays in a state dict, which may be nested."""
+    """Yield all tensors and arrays in a state dict, at any depth."""
     if isinstance(tree, dict):
         for value in tree.values():
             yield from tensors_of(value)

@@ -130,8 +130,8 @@ def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
 def device_problem(torch: Any, device: str) -> str:
     """Return what is wrong with a device; empty if its memory and its arithmetic are correct.
 
-    Every sum in the test is a whole number below 2**24, because float32 and TF32 represent such
-    numbers exactly.
+    Every sum in the matrix product is a whole number below 2**24, because float32 and TF32
+    represent such numbers exactly.
     """
     if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info(device)

@@ -229,8 +229,8 @@ MAX_REASON = 300
 """Maximum length in characters of the reason for a member's loss."""
 MAX_INCIDENTS = 50
 MAX_NOTES = 100
-"""Maximum number of notes in a report. Reports stay below this limit, because there are few kinds
-of notes and a pod has at most one note of each kind.
+"""Maximum number of notes in a report. The coordinator leaves out any more than that. There are few
+kinds of notes, and a pod has at most one note of each kind.
 """
 DETAILED_INCIDENTS = 10
 """Number of latest incidents whose tracebacks the operator keeps. A status shows no more incidents

@@ -185,8 +185,8 @@ class Division:
     ) -> Division:
         """Return the division for a new run.
 
-        `tied` states whether the output of `model` for a sample depends on the other samples in its
-        micro-batch.
+        `tied` states whether, in training, the output of `model` for a sample depends on random
+        numbers or on other samples in the micro-batch.
         """
         tied = tied or config.ddp.ordered or mixup.is_wanted(config.data) or bool(config.data.batch_transform)
         parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
@@ -329,9 +329,9 @@ def note_choices(
 ) -> list[str]:
     """Return notes for the log on choices that the user would otherwise not notice.
 
-    `steps` are the numbers of the remaining steps. `float32_for` are the ranks whose devices do not
-    support bfloat16. `peaks` are the peak FLOP/s of each rank's devices, and `flops` is the number
-    of FLOPs per sample; 0 means unknown.
+    `steps` are the numbers of the remaining steps. `float32_for` lists the ranks whose devices do
+    not support bfloat16. `peaks` contains the peak FLOP/s of each rank's devices, and `flops` is
+    the number of FLOPs per sample; 0 means unknown.
     """
     notes = []
     if float32_for:

@@ -69,7 +69,7 @@ class JobClasses:
     def offer(self, job: DDPJob) -> Offer:
         """Return the class that the job would get if it started now.
 
-        If the job is not about to start or resume, the result is empty, because a running job keeps
+        The result is empty unless the job is about to start or resume, because a running job keeps
         its class.
         """
         if not begins(job):
@@ -82,9 +82,9 @@ class JobClasses:
 
 
 def lacks_class(job: DDPJob) -> bool:
-    """Whether the job names a class that its status does not contain yet.
+    """Whether the job names a class that the job's status does not contain yet.
 
-    This is true if the job is new, or if its className has changed.
+    This is the case for a new job, and after a change of className.
     """
     taken = job.status.job_class
     return bool(job.spec.class_name) and (taken is None or taken.name != job.spec.class_name)

@@ -28,7 +28,7 @@ from ddpjob.api.job_spec import CONFIG, JobSpec, Json, NotifyEvent
 
 
 class SlotState(StrEnum):
-    """State of a slot's current pod; see docs/architecture.md."""
+    """State of a slot's current pod. docs/architecture.md describes slots."""
 
     PLANNED = "Planned"
     CREATED = "Created"
@@ -346,9 +346,9 @@ class Restarts:
     seen_incident: Annotated[int, Field(ge=0, lt=2**63), _below("seen", "incident")] = 0
     """Number of the last incident that the operator has handled.
 
-    The number has the same upper limit here as in a coordinator's report. With a lower limit, a
-    larger number could be written but not read back. The operator would then treat the same
-    incident as new in each reconcile.
+    The upper limit is the same as in a coordinator's report. If it were lower, a larger number
+    could be written but not read back, and the operator would treat the same incident as new in
+    each reconcile.
     """
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
     """Round of the last break that one of the coordinator's incidents has explained."""
@@ -556,7 +556,8 @@ _MOST_SLOTS = 4096
 def _compact(slots: list[Json]) -> list[Json]:
     """Combine consecutive slots into one entry if they differ only in their Kubernetes nodes.
 
-    The entry has the number of slots in `count`, and their Kubernetes nodes in `nodes`.
+    `count` in the entry is the number of slots, and `nodes` lists the Kubernetes nodes of the
+    slots.
     """
     entries: list[Json] = []
     for alike, run in groupby(slots, key=lambda slot: {k: v for k, v in slot.items() if k != "node"}):

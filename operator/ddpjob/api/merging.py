@@ -156,9 +156,9 @@ def _has_keys(value: Any, field: str) -> bool:
 
 
 def _answered(toleration: Json, given: list[Json]) -> bool:
-    """Whether the overlay has a toleration with the same key.
+    """Whether the overlay `given` has a toleration with the same key as `toleration`.
 
-    If it has one, the overlay's toleration replaces the base's.
+    If so, the overlay's toleration replaces the base's.
     """
     return any(t.get("key") == toleration.get("key") for t in given)
 

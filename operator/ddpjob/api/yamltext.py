@@ -110,8 +110,8 @@ def join(path: str, key: str | int) -> str:
 class _Loader(yaml.SafeLoader):
     """Gives unquoted scalars the same types as kubectl does.
 
-    kubectl's reader follows YAML 1.1 with a few exceptions. It does not recognize dates or numbers
-    in base 60, and it accepts floats without a dot.
+    kubectl follows YAML 1.1 with a few exceptions: it does not recognize dates or numbers in base
+    60, and it accepts floats without a dot.
     """
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (as PyYAML expects)

@@ -43,7 +43,8 @@ class Settings:
     """Names of the namespaces to watch. If there are none, all namespaces are watched."""
     peer: Json | None = None
     """A NetworkPolicy peer, in JSON, that matches the operator's pods. Without a peer, no job gets
-    a NetworkPolicy."""
+    a NetworkPolicy.
+    """
     metrics_peers: tuple[Json, ...] = ()
     """A JSON list of NetworkPolicy peers that are allowed to connect to coordinators in order to
     read metrics."""

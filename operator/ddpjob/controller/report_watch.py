@@ -67,7 +67,8 @@ STALE_SECONDS = 3.0
 """Number of seconds without a response after which a coordinator's last report is dropped."""
 READ_BYTES = 25_000_000
 """Maximum number of bytes to read per second from the reports of all coordinators. One CPU can read
-about twice as many bytes per second."""
+about twice as many bytes per second.
+"""
 
 
 @dataclass

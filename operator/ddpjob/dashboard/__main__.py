@@ -60,9 +60,10 @@ async def _serve() -> None:
 
 
 async def _renew(tls: ssl.SSLContext, folder: Path) -> None:
-    """Reload the certificate every _RELOAD_SECONDS, for new connections.
+    """Reload the certificate every _RELOAD_SECONDS.
 
-    cert-manager replaces the files in the folder whenever it renews the certificate.
+    New connections use the reloaded certificate. cert-manager replaces the files in the folder
+    whenever it renews the certificate.
     """
     while True:
         await asyncio.sleep(_RELOAD_SECONDS)

@@ -118,7 +118,7 @@ class CoordinatorClient:
     async def notify(self, target: Target, verb: str, body: Json) -> None:
         """Send `POST /v1/VERB` to the coordinator.
 
-        If the message is lost and its reason still holds, the next reconcile sends it again.
+        If the message is lost and is still needed, the next reconcile sends it again.
         """
         try:
             await self.link(target).request("POST", Command(verb).path, json.dumps(body).encode())

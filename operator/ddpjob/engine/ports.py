@@ -89,7 +89,7 @@ class Cluster(Protocol):
         """
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
-        """Create an object; do nothing if this job already has it. Raises NameTaken or Refused."""
+        """Create an object, unless this job already has it. Raises NameTaken or Refused."""
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
         """Start deleting a pod, with a grace period in seconds.
@@ -116,9 +116,9 @@ class Cluster(Protocol):
         """
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
-        """Set a pod's role label; succeed if the pod is gone or has a different uid.
+        """Set a pod's role label.
 
-        A refusal is not treated as an error.
+        Succeed if the pod is gone or has a different uid. A refusal is not treated as an error.
         """
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:

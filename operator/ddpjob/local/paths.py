@@ -101,8 +101,8 @@ class JobFolder(_Folder):
     disposable = _Below(_DISPOSABLE)
     """A file that exists while all of the job's checkpoints are disposable.
 
-    Checkpoints are disposable if every run that used them had a claimTemplate with whenDeleted
-    Delete.
+    Checkpoints are disposable if every run that used them had a claimTemplate with `whenDeleted:
+    Delete`.
     """
     data = _Below("data")
     code = _Below("code")

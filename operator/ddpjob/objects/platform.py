@@ -101,7 +101,8 @@ class Platform:
     def token(self, job: DDPJob) -> str:
         """Return the token with which the job's pods authenticate themselves.
 
-        The operator does not store the token, because it can always derive it again from its key.
+        The operator does not store the token, because it can be derived again from the operator's
+        key.
         """
         return hmac.new(self.operator_key, job.uid.encode(), hashlib.sha256).hexdigest()
 

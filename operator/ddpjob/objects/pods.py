@@ -239,7 +239,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 def _elsewhere(status: JobStatus) -> Json:
     """Build the affinity that keeps pods off avoided Kubernetes nodes if possible."""
     # A field selector takes only one value, so each avoided Kubernetes node gets its own selector.
-    # All of them belong in one term, because a Kubernetes node must match every selector of a term.
+    # The selectors belong in one term, because a Kubernetes node must match every selector of a
+    # term.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
     ]

@@ -121,7 +121,7 @@ eviction, Kueue itself decides when to admit the Workload again."""
 def released(workload: Json, now: datetime) -> Json | None:
     """Return an evicted Workload without its quota, or None if the Workload is not evicted.
 
-    Kueue makes the same changes for the kinds of jobs that it manages itself.
+    Kueue itself makes the same changes for the kinds of jobs that it manages.
     """
     known = {c["type"]: c for c in workload["status"].get("conditions") or ()}
     evicted = known.get("Evicted", {})

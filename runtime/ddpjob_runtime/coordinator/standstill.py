@@ -82,7 +82,7 @@ all of these waits, for example if a server stops in the middle of a response.
 """
 DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
 BACKWARD = "_engine_run_backward"
-"""Name of the function in which the backward pass runs. DDP exchanges gradients in it."""
+"""Name of the function in which the backward pass runs. DDP exchanges gradients during it."""
 
 
 class Look:

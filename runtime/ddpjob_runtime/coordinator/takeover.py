@@ -46,7 +46,7 @@ reconnect. The limit is high because members look for a new coordinator only eve
 old one is still running, and a name server may return the old address for 30 s.
 """
 BROKEN_SECONDS = 5.0
-"""Number of seconds in which members can still reconnect once the round is known to be over."""
+"""Number of seconds that members still have to reconnect once the round is known to be over."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.protocol import MemberState, ToMember
 
 CONFIRM_SECONDS = 0.35
-"""Number of seconds in which the kernels of the members' hosts must acknowledge a heartbeat."""
+"""Number of seconds within which the kernels of the members' hosts must acknowledge a heartbeat."""
 LATE_SECONDS = 0.3
 """Maximum number of seconds by which a check may be late. If a check is later than that, this
 process or its host was paused. The check then proves nothing and is repeated.

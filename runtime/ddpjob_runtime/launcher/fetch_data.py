@@ -269,7 +269,7 @@ class Fetch:
         for name in known:
             if name in wanted:
                 continue
-            # The record may be damaged, so a name in it may not be a valid file name.
+            # A name in the record might not be valid as a file name.
             with contextlib.suppress(OSError, ValueError):
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:

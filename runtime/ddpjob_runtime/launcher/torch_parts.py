@@ -22,7 +22,7 @@ the middle of a job, or silently use torchrun's own handler or barrier. Only
 Three parts of the project do not use this module. worker.py replaces `FileBaton.try_acquire`
 itself, because it cannot import other modules. The modules `late_*.py` call the parts of torch that
 exist, and report the parts that they cannot find. The trainer has a module of its own for this
-purpose, `ddpjob_trainer/private_torch.py`, because neither package may import the other.
+purpose, `ddpjob_trainer/private_torch.py`. Neither of the two modules may import the other.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def together(group: Any, act: Any) -> list[Any]:
 def _split(snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], Any]:
     """Return the tensors by name, and the structure around them as JSON.
 
-    Each name begins with a number, which distinguishes the key "a.b" from the key "b" inside "a".
+    Each name begins with a number, to distinguish the key "a.b" from the key "b" inside "a".
     """
     tensors: dict[str, torch.Tensor] = {}
 

@@ -525,13 +525,13 @@ class CheckpointFolder:
         return self._in_thread(lambda: looking() if self.writes else (NOTHING, None)).result()
 
     def _newest_copy(self, step: int, layout: Layout | None) -> Snapshot | None:
-        """Return the bucket's newest checkpoint if it is newer than every rank's checkpoints and is
-        in parts; otherwise None.
+        """Return the bucket's newest checkpoint, or None.
 
-        `step` is the newest step for which this rank has a checkpoint. If the bucket's newest
-        checkpoint is a single file, it is downloaded into rank 0's folder, and None is returned.
-        Raises CheckpointError on all ranks if the bucket cannot be read: training must not start
-        from scratch while the only checkpoints may be in the bucket.
+        The checkpoint is returned only if it is in parts and newer than the checkpoints of all
+        ranks. `step` is the newest step for which this rank has a checkpoint. If the bucket's
+        newest checkpoint is a single file, it is downloaded into rank 0's folder, and None is
+        returned. Raises CheckpointError on all ranks if the bucket cannot be read: training must
+        not start from scratch while the only checkpoints may be in the bucket.
         """
         newest = max(self._group.gather(step))
         while True:

@@ -98,8 +98,8 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """The content of a manifest that `read` has checked. `decode` reads `state`, which is still
-    JSON.
+    """The content of a manifest that `read` has checked. `state` is still JSON, for `decode` to
+    read.
     """
 
     metadata: Metadata

@@ -72,7 +72,7 @@ class NonFiniteGuard:
         self._pending: list[_Taken] = []
         self._in_a_row = self._overflows = 0
         self._common: set[int] = set()
-        """Numbers of the samples that occurred in every step with a non-finite loss so far."""
+        """Numbers of the samples that the latest steps with a non-finite loss have in common."""
         self.skipped = 0
         """Number of steps skipped in this incarnation of the job."""
 
@@ -133,7 +133,7 @@ class NonFiniteGuard:
         )
 
     def _note_common(self, samples: dict[int, list[int]]) -> str:
-        """Return a remark about the samples that occurred in every step with a non-finite loss.
+        """Return a remark on the samples that the latest steps with a non-finite loss share.
 
         The remark is empty if there are no such samples, or too many to name.
         """

@@ -102,7 +102,7 @@ class Precision:
         return values.to(self.dtype) if values.is_floating_point() else values
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for computing the forward pass and the loss."""
+        """Return the context in which to compute the forward pass and the loss."""
         return torch.autocast(self._device.type, self.dtype) if self.config.level is AmpLevel.O1 else nullcontext()
 
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:

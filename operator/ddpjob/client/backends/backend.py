@@ -154,7 +154,7 @@ class LogOptions:
 
 
 class EndedLogs(Protocol):
-    """The kept logs of a job's pods, as `kept_logs` reads them."""
+    """Access to the kept logs of a job's pods. `kept_logs.KeptLogs` implements this protocol."""
 
     def pods(self, known: Iterable[str] = ()) -> list[PodLine]:
         """Return the pods whose logs are kept, ordered by slot and attempt.

@@ -604,8 +604,8 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
 class _ReadPosition:
     """The position up to which a log has been read.
 
-    A timestamp alone does not identify a line. Several lines can have the same timestamp. If the
-    host's clock was set back, later lines have earlier timestamps.
+    A timestamp alone does not identify a line, because several lines can have the same timestamp.
+    In addition, later lines have earlier timestamps if the host's clock was set back.
     """
 
     def __init__(self) -> None:
@@ -684,7 +684,7 @@ def _pod_line(view: PodView, containers: list[str]) -> PodLine:
         state = view.main.waiting_reason or "ContainerCreating"
     elif failed := {name: c.exit_code for name, c in view.containers.items() if c.exit_code}:
         # A container other than the main container has failed. kubectl shows such a pod as 1/2 and
-        # Error, although its main program is still running.
+        # Error, although the pod's main program is still running.
         message = message or ", ".join(f"container {name} ended with exit code {code}" for name, code in failed.items())
     index = None if view.role is Role.COORDINATOR else view.index
     return PodLine(

@@ -173,7 +173,7 @@ def _shortened(line: bytes, limit: int) -> bytes:
 
 
 class LogFollower:
-    """Reads the logs of the chosen pods. `lines()` yields their lines.
+    """Reads the logs of the chosen pods. `lines()` yields the lines of these logs.
 
     With `options.follow`, `lines()` continues until the job has finished.
     """
@@ -352,7 +352,7 @@ class LogFollower:
                 for line in whole:
                     self._put(pod, line)
         except Mistake as mistake:
-            # These words are from the kubelet's message.
+            # The words "is waiting to start" come from the kubelet.
             never_started = pod.ended and "is waiting to start" in str(mistake)
             why = (
                 f"its program never started; run `ddpjob why {self.job}` to see what failed"

@@ -61,8 +61,8 @@ if not found:
     print("no worker in this pod writes stacks; the pod is starting, or runs a command without torchrun")
 """
 )
-"""Python code that runs in a pod, and prints the stacks of the pod's ranks. To make a rank write
-its stacks, the code sends the signal that the launcher also sends when the group hangs."""
+"""Python code that runs in a pod and prints the stacks of the pod's ranks. To make a rank write its
+stacks, the code sends the signal that the launcher also sends when the group hangs."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)

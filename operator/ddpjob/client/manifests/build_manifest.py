@@ -183,7 +183,7 @@ def _program(
         for note in found.notes():
             say(f"{program}: {note}")
         if request.code or found.size > MOST_BYTES:
-            # This path is relative to the folder where the archive is unpacked.
+            # The script's path is relative to the folder where the archive is unpacked.
             spec["script"] = inside
             return [], found
         spec |= {"script": f"{CODE_FOLDER}/{inside}", "workingDir": CODE_FOLDER}
@@ -361,7 +361,8 @@ def _plain(where: str, value: Any) -> Any:
     """
     match value:
         case int() if not -(2**63) <= value < 2**63:
-            # Python refuses to convert very large numbers to text.
+            # The message does not contain the number, because Python refuses to convert very large
+            # numbers to text.
             raise Mistake(f"{where}: the number does not fit into 64 bits; write a smaller number, or a string")
         case None | str() | bool() | int() | float():
             return value

@@ -645,7 +645,7 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         if added:
             spec["env"] = [*(spec.get("env") or ()), *added]
     elif not command and (not args or args[0].startswith("-") or "=" in args[0]):
-        # These are arguments for the program that the image starts. Some programs, such as
+        # The words are arguments for the program that the image starts. Some programs, such as
         # torchtune, have arguments of the form dataset=...
         if args:
             spec["args"] = list(args)
@@ -785,7 +785,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
             pairs = (setting.partition("=") for setting in value.split(","))
             _rendezvous(made, ((key, given) for key, _, given in pairs))
         elif name in ("r", "t"):
-            # Keep the short name, because --r is ambiguous: several options begin with it.
+            # Keep the short name, because several long options begin with --r.
             own += [f"-{name}", value]
         elif name not in _OPERATORS and (value or name in _BARE):
             own.append(f"--{name}" if name in _BARE else f"--{name}={value}")

@@ -51,7 +51,7 @@ class CompletedTrainJob:
 
 
 def named_runtime(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the runtime that the TrainJob refers to, if it is among `runtimes`."""
+    """Return the runtime that the TrainJob refers to; None if `runtimes` does not contain it."""
     reference = (manifest.get("spec") or {}).get("runtimeRef") or {}
     kind, name = reference.get("kind") or KINDS[0], reference.get("name")
     found = (r for r in runtimes if r.get("kind") == kind and (r.get("metadata") or {}).get("name") == name)

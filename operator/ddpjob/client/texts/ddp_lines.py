@@ -342,7 +342,7 @@ def _is_save(node: ast.AST) -> bool:
 
 
 _OF_BOTH = ("train", "eval", "to", "cuda", "cpu", "parameters", "named_parameters", "zero_grad", "buffers", "modules")
-"""Methods that DistributedDataParallel also has, because it is a module."""
+"""Methods that DistributedDataParallel shares with the model, because both are modules."""
 
 
 def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:

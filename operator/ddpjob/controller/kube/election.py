@@ -25,8 +25,8 @@ cleanly releases the Lease once it has stopped, so a rolling update takes second
 single request, and a failed one is retried after _AGAIN_SECONDS. A holder therefore keeps the Lease
 even if the API server refuses half of all requests.
 
-See docs/decisions/0011 for why the client's own election is not used, and `operator_shards` for
-several Leases.
+See docs/decisions/0011 for why the official client's election is not used, and `operator_shards`
+for the use of several Leases.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Lease:
 
     @property
     def read_lately(self) -> bool:
-        """Whether this replica has read the Lease from the API server in the last LEASE_SECONDS."""
+        """Whether this replica has read the Lease from the API server within the last
+        LEASE_SECONDS."""
         return time.monotonic() - self._read < LEASE_SECONDS
 
     async def hold(self) -> bool:
@@ -201,8 +202,8 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
 async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
     """Wait for the Lease, and run `act` until it ends or the Lease is lost.
 
-    Raises LeadershipLost if the Lease could not be renewed in time, and any exception that `act`
-    raises. In both cases, `act` has stopped before the exception is raised.
+    Raises LeadershipLost if the Lease could not be renewed in time. Also raises any exception that
+    `act` raises. In both cases, `act` has stopped before the exception is raised.
     """
     taken = await _acquire(lease)
     acting, renewing = asyncio.ensure_future(act()), asyncio.ensure_future(_renew(lease, taken))

@@ -77,7 +77,7 @@ _UNREADABLE_RETRY = 600.0
 class Cache(Generic[View]):
     """Keeps a view of every object in a collection.
 
-    `read` makes a view from an object, and `on_change(before, after)` is called when a view has
+    `read` converts an object to a view, and `on_change(before, after)` is called when a view has
     changed. If `read` raises an exception for an object, or if `keep` is false for its namespace,
     the object is ignored. The operator's own writes enter the cache through `take` and `forget`.
     The next read of the cache therefore shows these writes, even if the watch is late. Of two

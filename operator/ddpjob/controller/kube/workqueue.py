@@ -237,7 +237,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, group: Hashable) -> AsyncIterator[None]:
-        """Wait until the group gets a turn. The turn lasts as long as the context."""
+        """Wait until the group gets a turn. The turn ends when the context exits."""
         if self._free and not self._waiting:
             self._begin(group)
         else:
