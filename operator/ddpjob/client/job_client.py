@@ -192,10 +192,10 @@ class Client:
     """Manages the jobs in a namespace of a cluster, or the jobs on this machine.
 
     The methods and their results are the same in both cases. With the backend "kubernetes", the
-    client connects to the cluster of the kubeconfig, with the permissions of the kubeconfig's user.
-    `namespace` and `context` default to those of the kubeconfig. With the backend "local", the
-    client manages the jobs on this machine. The files of these jobs are in the folder $DDPJOB_RUNS
-    or, if this variable is not set, in ./runs.
+    client connects to the kubeconfig's cluster as the kubeconfig's user. `namespace` and `context`
+    default to those of the kubeconfig. With the backend "local", the client manages the jobs on
+    this machine. The files of these jobs are in the folder $DDPJOB_RUNS or, if this variable is not
+    set, in ./runs.
 
     A method that takes a job accepts the job's name or a Job object. Methods raise Mistake, with a
     message for the user, if a request cannot be carried out. NoSuchJob, JobFailed and Unreachable
@@ -266,12 +266,12 @@ class Client:
         `checkpoints`: where checkpoints are kept. This is "claim:NAME" for a
         PersistentVolumeClaim, "s3://BUCKET/FOLDER" for a bucket, or the absolute path of a folder
         that exists on every Kubernetes node.
-        `entry`: if `program` is a folder, the script in this folder to start.
+        `entry`: if `program` is a folder, the script to start in this folder.
         `code`: if `program` is a folder of more than 1 MiB, the s3:// folder to upload it to. The
-        default is the folder `code` in the s3:// folder of `checkpoints`.
+        default is the `code` folder in the s3:// folder of `checkpoints`.
         `git`: "URL" or "URL@REF" of a git repository that contains the program. REF is a branch, a
         tag or a full commit hash, and is resolved to a commit when the job is created. With `git`,
-        the `program` is a path in the repository, or the name of a module.
+        `program` is a path in the repository, or the name of a module.
         `settings`: a mapping from field paths to values for other fields of spec, such as
         {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"}. If another parameter sets the
         same field, the value in `settings` replaces that parameter's value, but two mappings are

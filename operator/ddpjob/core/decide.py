@@ -111,7 +111,7 @@ def _decide(view: View) -> Decision:
 def _run(view: View) -> Decision:
     """Return the decision for a job that should run.
 
-    The order of these steps matters. Whether the job ends is known only after `follow`. Only a job
+    The order of the steps matters, because only `follow` shows whether the job ends. Only a job
     that continues gets new actions, conditions and messages to the coordinator.
     """
     begun = begin(view)

@@ -50,8 +50,8 @@ class CreateWorkload:
     """Name of the Workload that holds the job's quota now. Once Kueue has admitted the new
     Workload, the quota belongs to the new one."""
     after: int = 0
-    """Number of pods that the job already has quota for. If it is not 0, this Workload asks only
-    for additional pods, and not for the coordinator's pod."""
+    """Number of pods that the job already has quota for. If this number is not 0, the Workload asks
+    only for additional pods, and not for the coordinator's pod."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome of `decide`. `ddpjob.engine.apply` performs the fields in this order."""
+    """The outcome of `decide`. `ddpjob.engine.apply` acts on the fields in this order."""
 
     status: JobStatus
     actions: tuple[Action, ...] = ()

@@ -457,7 +457,8 @@ class World:
     problems: tuple[str, ...] = ()
     """Faults in the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
-    """Required objects that the API server rejected when the job's last decision was applied."""
+    """Objects that the API server rejected when the job's last decision was applied. A rejected
+    NetworkPolicy is not included (see `policy_refused`)."""
     deletion_refused: str = ""
     """A pod that the API server refused to delete, and the reason; empty if there is no such
     pod."""

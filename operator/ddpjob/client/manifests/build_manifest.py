@@ -62,7 +62,7 @@ class JobRequest:
     code: str = ""
     """The s3:// folder for code that is too large for a ConfigMap.
 
-    The default is the folder `code` in the s3:// folder of `checkpoints`.
+    The default is the `code` folder in the s3:// folder of `checkpoints`.
     """
     git: str = ""
     """URL or URL@REF of a git repository. If `git` is set, `program` is a path in the repository,

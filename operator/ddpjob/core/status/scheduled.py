@@ -144,7 +144,7 @@ def deletion_refused(world: World) -> str:
 
 
 def _gang_waits(view: View, alive: list[PodView]) -> str:
-    """Describe what a gang waits for, and how many of its pods would fit now."""
+    """Describe what a gang is waiting for, and how many of its pods would fit now."""
     spec, gang = view.job.spec, view.status.gang
     nodes = gang.nodes if gang is not None else spec.nodes
     gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
