@@ -194,8 +194,7 @@ class Client:
     The methods and their results are the same in both cases. With the backend "kubernetes", the
     client connects to the kubeconfig's cluster as the kubeconfig's user. `namespace` and `context`
     default to those of the kubeconfig. With the backend "local", the client manages the jobs on
-    this machine. The files of these jobs are in the folder $DDPJOB_RUNS or, if this variable is not
-    set, in ./runs.
+    this machine. Their files are in the folder $DDPJOB_RUNS or, if that is not set, in ./runs.
 
     A method that takes a job accepts the job's name or a Job object. Methods raise Mistake, with a
     message for the user, if a request cannot be carried out. NoSuchJob, JobFailed and Unreachable
