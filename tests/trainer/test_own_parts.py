@@ -246,7 +246,7 @@ def test_only_the_callback_that_ended_the_training_keeps_it_ended(tmp_path: Path
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("optim.schedule=wrong_parts:of_rank", r"of_rank returns different factors on ranks 0 and 1; compute them"),
+        ("optim.schedule=wrong_parts:of_rank", r"of_rank returns different factors on ranks 0 and 1; compute factors"),
         ("train.callbacks=wrong_parts:OfRank", r"OfRank: on_test_batch returned 1 and 2 sums for different parts"),
     ],
 )
