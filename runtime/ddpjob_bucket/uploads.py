@@ -124,9 +124,9 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """How long uploads have been behind, in seconds; 0 if no checkpoint is left to upload.
+        """How long uploads have been behind, in seconds; 0 if the latest checkpoint is uploaded.
 
-        Each completed upload resets this time to 0.
+        Each completed upload resets this time to 0. An abandoned upload does not.
         """
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
@@ -168,11 +168,13 @@ class Uploads:
                     return
                 current = self._current = self._waiting.popleft()
             problem = self._upload(current)
+            # Call `_release` and `_done` before callers of `wait` are woken up.
             if self.lost:
                 self._say(f"warning: {problem}; the checkpoint of step {current.step} will not be copied")
                 problem = ""
-            if not problem:
-                self._release(current)  # Call `_release` before callers of `wait` are woken up.
+                self._release(current)
+            elif not problem:
+                self._release(current)
                 with self._changed:
                     self._behind_since = time.monotonic() if self._waiting else None
                 self._done()

@@ -246,7 +246,7 @@ def test_only_the_callback_that_ended_the_training_keeps_it_ended(tmp_path: Path
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("optim.schedule=wrong_parts:of_rank", r"of_rank returns different factors on ranks 0 and 1; compute them"),
+        ("optim.schedule=wrong_parts:of_rank", r"of_rank returns different factors on ranks 0 and 1; compute factors"),
         ("train.callbacks=wrong_parts:OfRank", r"OfRank: on_test_batch returned 1 and 2 sums for different parts"),
     ],
 )
@@ -277,7 +277,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
             ["optim.name=torch.optim:LBFGS"],
             r"torch.optim:LBFGS: the call .* raised TypeError in .*weight_d",
         ),
-        (["optim.schedule=wrong_parts:infinite"], r"returned inf for epoch=1, epochs=2; return a finite factor"),
+        (["optim.schedule=wrong_parts:infinite"], r"returned inf for epoch=1, epochs=2; return a finite number"),
         (["optim.schedule=wrong_parts:negative"], r"returned -1.0 for epoch=0"),
         (["optim.schedule=wrong_parts:random_factor"], r"returns different factors for the same epoch"),
         (["optim.groups=haed.*=3"], r"optim.groups: no parameter of small_cnn matches 'haed.\*'; use, .*head.bias"),
@@ -319,7 +319,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         ),
         (
             ["train.callbacks=wrong_parts:Taken", "checkpoint.every_epochs=0"],
-            r"wrong_parts:Taken: on_test_end returned step; return .*, with other names of at most 100 characters",
+            r"wrong_parts:Taken: on_test_end returned step; return .*, under unused names of at most 100 characters",
         ),
         (["train.callbacks=wrong_parts:Long", "checkpoint.every_epochs=0"], r"Long: on_test_end returned xxx"),
         (

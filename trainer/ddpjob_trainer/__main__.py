@@ -52,7 +52,7 @@ def _main() -> int:
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise
-        needs = f"ddpjob_trainer needs the package {error.name}: {_INSTALL}"
+        needs = f"ddpjob_trainer needs the package {error.name}; run {_INSTALL}"
         raise _refused(ConfigError(needs)) from None
 
 

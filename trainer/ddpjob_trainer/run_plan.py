@@ -92,17 +92,17 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     _refuse(
         (
             keys.cutmix and len(data.shape) != 3,
-            f"data.cutmix={keys.cutmix} needs images (channels, height, width), but the inputs {inputs} have"
-            f" the shape {data.shape}; leave it out, or set data.mixup",
+            f"data.cutmix={keys.cutmix} needs images (channels, height, width), but the inputs "
+            f"{inputs} have the shape {data.shape}; leave out data.cutmix, or set data.mixup",
         ),
         (
             keys.batch_transform and mixup.is_wanted(keys),
-            f"data.batch_transform={keys.batch_transform} cannot be combined with data.mixup and data.cutmix; mix in"
-            " the function",
+            f"data.batch_transform={keys.batch_transform} cannot be combined with data.mixup or "
+            "data.cutmix; mix the samples in your function",
         ),
         (
             data.whole_numbers and keys.mixup,
-            f"data.mixup={keys.mixup} blends inputs, but the inputs {inputs} are integers; leave it out",
+            f"data.mixup={keys.mixup} blends inputs, but the inputs {inputs} are integers; leave out data.mixup",
         ),
         (
             data.whole_numbers and config.strategy in INTEGERS.reasons,
@@ -342,8 +342,8 @@ def note_choices(
     given = config.amp.level is AmpLevel.AUTO and config.amp.dtype is not AmpDtype.AUTO
     if given and strategy.precision.dtype is torch.float32 and not float32_for:
         notes.append(
-            f"amp.dtype={config.amp.dtype.value} has no effect on this device with amp.level=auto; set amp.level=O1"
-            " to compute in it"
+            f"amp.dtype={config.amp.dtype.value} has no effect on this device with amp.level=auto; "
+            "set amp.level=O1 to compute in this type"
         )
     if not config.data.exact and (config.ddp.ordered or not strategy.divides):
         cause = "ddp.ordered=true" if config.ddp.ordered else f"strategy={config.strategy.value}"

@@ -458,15 +458,17 @@ def test_the_upload_of_a_removed_checkpoint_is_abandoned(
         put(self, key, file)
 
     monkeypatch.setattr(Bucket, "_put", removes)
-    uploads = Uploads(bucket, bucket.sweep, said.append)
+    done: list[int | None] = []
+    uploads = Uploads(bucket, bucket.sweep, said.append, done=lambda: done.append(uploads.newest))
     uploads.offer(Waiting(tmp_path / "checkpoint", 1))
-    assert uploads.wait(20) and uploads.lost and uploads.newest is None and uploads.behind_seconds == 0
+    assert uploads.wait(20) and uploads.lost and uploads.newest is None and done == []
+    assert uploads.behind_seconds > 0, "the latest checkpoint is not in the bucket"
     assert (
         len(said) == 1
         and "was removed before it was uploaded to memory://; the checkpoint of step 1 will not be copied" in said[0]
     )
     uploads.offer(Waiting(saved(tmp_path, 2), 2))
-    assert uploads.wait(20) and not uploads.lost
+    assert uploads.wait(20) and not uploads.lost and done == [2] and uploads.behind_seconds == 0
     assert bucket.entries() == [Stored(1, 2)] and len(bucket._keys("data")) == 1, (
         "no files of the first checkpoint are left"
     )

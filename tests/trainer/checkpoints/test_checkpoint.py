@@ -173,7 +173,7 @@ def test_a_superseded_incarnation_writes_nothing(tmp_path: Path) -> None:
     save(zombie, 1)
     fresh = CheckpointFolder(CheckpointConfig(), tmp_path, Group())
     fresh.claim(Claim(1, 4, 2))
-    message = r"was claimed on .*generation 1, round 4.*belongs to generation 0, round 0 and stops writing"
+    message = r"was claimed on .*generation 1, round 4.*this process \(generation 0, round 0\) stops writing"
     with pytest.raises(CheckpointError, match=message):
         save(zombie, 2)
     with pytest.raises(CheckpointError, match="was claimed on"):
@@ -198,7 +198,7 @@ def test_an_incarnation_superseded_during_a_write_does_not_publish_the_file(
         Claim(1, 0, 2).take(tmp_path)
 
     monkeypatch.setattr(os, "fsync", sync_and_lose)
-    with pytest.raises(FencedError, match="belongs to generation 0, round 0 and stops writing"):
+    with pytest.raises(FencedError, match="so this process \\(generation 0, round 0\\) stops writing"):
         save(old, 2)
     assert list(tmp_path.glob("step*")) == []
 

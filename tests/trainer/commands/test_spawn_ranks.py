@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from ddpjob_trainer.commands import spawn_ranks
@@ -296,6 +297,27 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: py
         spawn_ranks._own_file(spawn_ranks.Launch(2, init=f"file://{tmp_path / 'meet'}")),
     ):
         pass
+
+
+def test_a_lock_that_a_launch_removes_at_its_end_is_not_held_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier launch ends between the next launch's open and its flock."""
+    launch, flock = spawn_ranks.Launch(2, init=f"file://{tmp_path / 'meet'}"), fcntl.flock
+    removals = iter([(tmp_path / "meet.lock").unlink])
+
+    def late(file: IO[str], operation: int) -> None:
+        next(removals, lambda: None)()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with (
+        spawn_ranks._own_file(launch),
+        pytest.raises(RendezvousError, match="another launch uses this file"),
+        spawn_ranks._own_file(launch),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_in_use_and_a_stale_file_of_several_nodes_are_refused(tmp_path: Path) -> None:

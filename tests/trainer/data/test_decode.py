@@ -186,6 +186,13 @@ def giants() -> dict[str, bytes]:
         "PNG": png,
         "WebP, lossy": patched(lossy, 26, struct.pack("<HH", wide, high)),
         "WebP, lossless": patched(lossless, 21, ((high - 1) << 14 | (wide - 1)).to_bytes(4, "little")),
+        "WebP, lossless, without pixels": b"RIFF"
+        + struct.pack("<I", 18)
+        + b"WEBPVP8L"
+        + struct.pack("<I", 5)
+        + b"\x2f"
+        + ((high - 1) << 14 | (wide - 1)).to_bytes(4, "little")
+        + b"\0",
         "WebP, extended": b"RIFF" + struct.pack("<I", len(extended + lossy) - 8) + b"WEBP" + extended + lossy[12:],
         "BMP": patched(bmp, 18, struct.pack("<ii", wide, high)),
         "GIF": patched(gif, 6, struct.pack("<HH", wide, high)),

@@ -310,7 +310,7 @@ def test_unreadable_samples_do_not_count_in_any_metric() -> None:
 
 def test_invalid_input_of_an_evaluation_is_reported() -> None:
     accumulator = Accumulator(5, EvalConfig())
-    with pytest.raises(DataError, match=r"a label outside 0\.\.4: 1\.\.5; correct the labels"):
+    with pytest.raises(DataError, match=r"labels from 1 to 5, but they must be from 0 to 4; correct the labels"):
         accumulator.add(torch.zeros(2, 5), torch.tensor([1, 5]))
     with pytest.raises(TrainingError, match=r"shape \(2, 6\) for 2 samples of 5 classes"):
         accumulator.add(torch.zeros(2, 6), torch.tensor([1, 2]))

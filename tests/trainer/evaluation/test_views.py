@@ -36,5 +36,5 @@ def test_pixels_that_are_normalized_later_are_shifted_too() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (3, 1, 8)])
 def test_views_of_inputs_that_are_not_images_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"^eval.tta=mirror needs images .* have the shape .*; leave it out$"):
+    with pytest.raises(ConfigError, match=r"^eval.tta=mirror needs images .* have the shape .*; leave out eval.tta$"):
         over_views(lambda images: images, Views.MIRROR, shape)

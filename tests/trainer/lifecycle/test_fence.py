@@ -52,7 +52,7 @@ def test_generations_and_rounds_are_compared_as_numbers_and_not_as_strings(
     zombie = incarnation(tmp_path, monkeypatch, old)
     save(zombie, 1)
     newest = incarnation(tmp_path, monkeypatch, new)
-    with pytest.raises(FencedError, match=r"belongs to generation .* and stops writing"):
+    with pytest.raises(FencedError, match=r"this process \(generation .*\) stops writing"):
         save(zombie, 9)
     with pytest.raises(FencedError, match="was claimed on"):
         incarnation(tmp_path, monkeypatch, old)
@@ -248,7 +248,7 @@ def test_jobs_with_the_same_name_on_two_clusters_do_not_take_over_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = job(monkeypatch, tmp_path, "a", "uid-a", cluster="one")
-    with pytest.raises(FolderTakenError, match=r"in use by job team/a \(pod a-0-0\) of another cluster or machine"):
+    with pytest.raises(FolderTakenError, match=r"in use by job team/a \(pod a-0-0\) on another cluster or machine"):
         job(monkeypatch, tmp_path, "a", "uid-b", cluster="two")
     save(first, 1)
     died(first)

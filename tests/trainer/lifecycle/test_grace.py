@@ -60,7 +60,7 @@ def test_a_rank_with_silent_peers_exits_before_its_pod_is_killed(
         os.kill(stuck.pid, signal.SIGKILL)
         stuck.join()
     said = capfd.readouterr().err
-    assert "SIGTERM: rank 0 saves after one of the next steps, then exits" in said
+    assert "SIGTERM: rank 0 saves a checkpoint after one of the next steps, then exits" in said
     assert "the other ranks did not respond within 6.0 s, so rank 0 exits without a checkpoint" in said
 
 
@@ -175,7 +175,8 @@ def test_sigterm_at_the_very_end_does_not_interrupt_the_last_write(
     ranks = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare, env=lambda rank: {"DDPJOB_GRACE_SECONDS": "1"})
     assert [end.code for end in finish(ranks)] == [0]
     assert (
-        metrics(tmp_path / "run", "end") and "rank 0 has finished and writes its last output" in capfd.readouterr().err
+        metrics(tmp_path / "run", "end")
+        and "rank 0 has finished, and only writes its last output" in capfd.readouterr().err
     )
 
 

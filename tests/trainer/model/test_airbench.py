@@ -122,7 +122,9 @@ def test_the_filters_match_airbench_and_make_the_patches_uncorrelated() -> None:
 
 def test_a_layer_that_does_not_fit_the_images_is_refused() -> None:
     data = open_data(config.load(None, ["data.name=digits"]).data)
-    with pytest.raises(ConfigError, match=r"takes 3 channels, but the data's images have 1; make it the first layer"):
+    with pytest.raises(
+        ConfigError, match=r"takes 3 channels, but the data's images have 1; make the Whitening layer the first layer"
+    ):
         find_filters(nn.Sequential(Whitening(3)), data)
     assert find_filters(nn.Sequential(nn.Linear(1, 1)), data) == ""
     assert find_filters(Whitening(1), data) == "weight"

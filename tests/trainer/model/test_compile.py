@@ -168,9 +168,8 @@ def test_without_a_c_compiler_the_error_message_has_the_remedy(monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     message = (
-        r"model.compile: no C\+\+ compiler \(g\+\+, clang\+\+, c\+\+\) is installed; install g\+\+, set CXX to"
-        r" one, or set"
-        r" model.compile=false"
+        r"model.compile: no C\+\+ compiler \(g\+\+, clang\+\+, c\+\+\) is installed; install g\+\+, set CXX to a"
+        r" compiler, or set model.compile=false"
     )
     with pytest.raises(ConfigError, match=message):
         train.run(config.load(None, [*ARGUMENTS, "model.compile=default", f"checkpoint.dir={tmp_path}"]))

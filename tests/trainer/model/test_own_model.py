@@ -335,12 +335,12 @@ def test_a_forward_pass_that_draws_random_numbers_gets_fixed_micro_batches(own: 
         ("somebodys_models:nothing", r"returned str; return a torch.nn.Module from function\(shape, classes\)"),
         (
             "somebodys_models:lazy",
-            r"1.weight has no shape before the first forward pass, .*; call the model once before",
+            r"1.weight belongs to a Lazy layer and has no shape .*; call the model once before",
         ),
         ("somebodys_models:frozen", r"has no parameter to train; set requires_grad"),
         ("somebodys_models:wide", r"weight is torch.float64, but .*; return model.float\(\)"),
         ("somebodys_models:extra", r"_extra_state in its state dict is not a tensor, so a run could not resume"),
-        ("timm:resnet18", r"timm cannot be imported .*; pip install timm"),
+        ("timm:resnet18", r"timm cannot be imported .*; run pip install timm"),
         ("smallcnn", r"use small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
     ],
 )

@@ -155,7 +155,7 @@ def test_samples_that_all_nonfinite_steps_have_in_common_are_reported() -> None:
     assert "may be the cause" not in skip(1, [7, *range(100, 150)])
     assert "may be the cause" not in skip(2, [7, *range(120, 180)]), "the steps share 31 samples"
     assert "may be the cause" not in skip(3, [1, 2], loss=1.0), "the gradient overflows, so the loss is finite"
-    assert "as in earlier steps with sample(s) 7, whose data may be the cause;" in skip(4, [7, 500, 501])
+    assert "as in earlier steps with these samples, whose data may be the cause: 7;" in skip(4, [7, 500, 501])
     assert "may be the cause" not in skip(5, [8, 9]), "a step without common samples"
 
 

@@ -241,6 +241,42 @@ def _end_group(process: Any) -> None:
 
 
 @contextlib.contextmanager
+def _hold(lock: Path, init: str) -> Iterator[None]:
+    """Hold the lock of a launch, and remove its file at the end.
+
+    A launch that ends between this process's open and its flock removes the file. The lock would
+    then be on a file without a name, and a third launch could lock a new one. The file is therefore
+    compared with the named one, and opened again if they differ.
+    """
+    while True:
+        try:
+            held = lock.open("w")
+        except OSError as error:
+            raise RendezvousError(
+                f"--init {init}: {lock} cannot be opened ({error.strerror}); choose a file in a writable folder"
+            ) from error
+        with held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RendezvousError(f"--init {init}: another launch uses this file; choose a different one") from None
+            except OSError as error:
+                remedy = "use a file on a file system that supports locks, or tcp://HOST:PORT"
+                raise RendezvousError(f"--init {init}: {lock} cannot be locked ({error.strerror}); {remedy}") from error
+            try:
+                is_named = os.path.samestat(lock.stat(), os.fstat(held.fileno()))
+            except FileNotFoundError:
+                is_named = False
+            if not is_named:
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
+
+
+@contextlib.contextmanager
 def _own_file(launch: Launch) -> Iterator[None]:
     """Reserve the file in `--init file:///PATH` for this launch.
 
@@ -253,24 +289,7 @@ def _own_file(launch: Launch) -> Iterator[None]:
         yield
         return
     path, lock = Path(name), Path(f"{name}.lock")
-    try:
-        held = lock.open("w")
-    except OSError as error:
-        raise RendezvousError(
-            f"--init {launch.init}: {lock} cannot be opened ({error.strerror}); choose a file in a writable folder"
-        ) from error
-    with held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RendezvousError(
-                f"--init {launch.init}: another launch uses this file; choose a different one"
-            ) from None
-        except OSError as error:
-            remedy = "use a file on a file system that supports locks, or tcp://HOST:PORT"
-            raise RendezvousError(
-                f"--init {launch.init}: {lock} cannot be locked ({error.strerror}); {remedy}"
-            ) from error
+    with _hold(lock, launch.init):
         if path.exists():
             if launch.nodes > 1:  # Ranks on another node may already have opened the file.
                 raise RendezvousError(f"--init {launch.init}: the file is a leftover of an earlier launch; remove it")
@@ -280,4 +299,3 @@ def _own_file(launch: Launch) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-            lock.unlink(missing_ok=True)

@@ -221,8 +221,9 @@ def _webp_size(content: bytes) -> tuple[int, int] | None:
     The size is in the first chunk, which is an extended, lossless or lossy header
     (https://developers.google.com/speed/webp/docs/riff_container).
     """
-    if content[:4] != b"RIFF" or content[8:12] != b"WEBP" or len(content) < 30:
+    if content[:4] != b"RIFF" or content[8:12] != b"WEBP":
         return None
+    content = content[:30].ljust(30, b"\0")  # a lossless header has only 25 bytes
     low, high = (int.from_bytes(content[start : start + 4], "little") for start in (21, 26))
     match content[12:16]:
         case b"VP8X":

@@ -193,7 +193,7 @@ def _remedy(where: Meeting, serves: bool) -> str:
     if serves:
         return "Use a different port (MASTER_PORT, or --init tcp://HOST:PORT), or stop the program that uses this port"
     check = f"Check that rank 0 is running, that {where.address} is its address"
-    return f"{check}, and that its firewall admits TCP port {where.port}"
+    return f"{check}, and that its firewall allows TCP port {where.port}"
 
 
 @contextmanager

@@ -153,7 +153,8 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
         return Accumulator(classes, config, each, apart=decisions)
     if config.pr is not PrKind.NONE:
         raise ConfigError(
-            f"eval.pr={config.pr.value} needs class numbers as targets, but they are {targets.value}; leave it out"
+            f"eval.pr={config.pr.value} needs class numbers as targets, but the targets are "
+            f"{targets.value}; leave out eval.pr"
         )
     return ValueAccumulator(each, decisions=decisions)
 
@@ -198,7 +199,8 @@ class Accumulator:
             least, most = torch.stack(torch.aminmax(labels)).tolist()
             if not 0 <= least <= most < self._classes:
                 raise DataError(
-                    f"the test set has a label outside 0..{self._classes - 1}: {least}..{most}; correct the labels"
+                    f"the test set has labels from {least} to {most}, but they must be from 0 to "
+                    f"{self._classes - 1}; correct the labels"
                 )
         self._added += len(labels)
         logits = logits.detach().float()

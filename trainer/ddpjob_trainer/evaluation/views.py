@@ -28,8 +28,8 @@ def over_views(scores: Scores, views: Views, shape: tuple[int, ...]) -> Scores:
         return scores
     if len(shape) != 3 or min(shape[1:]) < 2:
         raise ConfigError(
-            f"eval.tta={views.value} needs images (channels, height, width), but the data's samples have the shape"
-            f" {shape}; leave it out"
+            f"eval.tta={views.value} needs images (channels, height, width), but the data's samples "
+            f"have the shape {shape}; leave out eval.tta"
         )
 
     def mirrored(images: torch.Tensor) -> torch.Tensor:

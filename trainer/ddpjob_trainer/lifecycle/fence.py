@@ -85,7 +85,8 @@ class Claim:
         found = _read(folder)
         if found is None:
             raise CheckpointError(
-                f"checkpoint folder {folder} has lost its {_NAME}; nothing else may change the folder of a running job"
+                f"checkpoint folder {folder} no longer contains {_NAME}; let nothing but the job "
+                "change this folder while the job runs"
             )
         if found.incarnation == self.incarnation:
             return
@@ -104,9 +105,10 @@ class Claim:
     def _refusal(self, folder: Path, found: Claim) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.time))
         return (
-            f"checkpoint folder {folder} was claimed on {since} by {found.host} (generation {found.generation}, round"
-            f" {found.round}); this process belongs to generation {self.generation}, round {self.round} and"
-            " stops writing. If two jobs use this folder, set checkpoint.dir to separate folders"
+            f"checkpoint folder {folder} was claimed on {since} by {found.host} (generation "
+            f"{found.generation}, round {found.round}), so this process (generation "
+            f"{self.generation}, round {self.round}) stops writing. If two jobs use this folder, set "
+            "checkpoint.dir to separate folders"
         )
 
 
@@ -194,7 +196,7 @@ class Ownership:
         """
         found = Owner.read(self._path)
         if found is not None and not found.ended and found.is_rival_of(self._owner):
-            who = f"{found}{' of another cluster or machine' if found.is_elsewhere(self._owner) else ''}"
+            who = f"{found}{' on another cluster or machine' if found.is_elsewhere(self._owner) else ''}"
             print(
                 f"{self._path.parent} was last used by {who}; waiting {WATCH_SECONDS:.0f} s to see whether that "
                 "owner is still running",

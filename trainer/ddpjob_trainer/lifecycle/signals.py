@@ -153,7 +153,11 @@ class StopRequest:
         asked = time.monotonic()
         self._requested.set()
         over = self._agreed.is_set()
-        what = "has finished and writes its last output" if over else "saves after one of the next steps"
+        what = (
+            "has finished, and only writes its last output"
+            if over
+            else "saves a checkpoint after one of the next steps"
+        )
         print(f"SIGTERM: rank {self._group.rank} {what}, then exits", file=sys.stderr, flush=True)
         while (left := self._until(asked) - time.monotonic()) > 0:
             if self._agreed.wait(left):

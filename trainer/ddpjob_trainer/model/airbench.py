@@ -67,8 +67,8 @@ def find_filters(model: nn.Module, data: DataSet) -> str:
         if isinstance(layer, Whitening):
             if layer.weight.shape[1] != data.shape[0]:
                 raise ConfigError(
-                    f"the model's Whitening layer takes {layer.weight.shape[1]} channels, but the data's images "
-                    f"have {data.shape[0]}; make it the first layer"
+                    f"the model's Whitening layer takes {layer.weight.shape[1]} channels, but the "
+                    f"data's images have {data.shape[0]}; make the Whitening layer the first layer"
                 )
             return f"{name}.weight" if name else "weight"
     return ""

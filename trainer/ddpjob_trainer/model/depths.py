@@ -34,8 +34,8 @@ def depths(model: nn.Module) -> dict[str, int]:
             manipulate = importlib.import_module("timm.models._manipulate")
         except ImportError as error:
             raise ConfigError(
-                f"optim.layer_decay: the model's group_matcher needs timm, which cannot be imported"
-                f" ({error}); pip install timm, or set optim.layer_decay=1"
+                "optim.layer_decay: the model's group_matcher needs timm, which cannot be imported "
+                f"({error}); run pip install timm, or set optim.layer_decay=1"
             ) from error
         found: dict[str, int] = manipulate.group_parameters(model, matcher(coarse=False), reverse=True)
         return found

@@ -38,8 +38,8 @@ def build_model(
     """
     if config.channels_last is True and len(shape) != 3:
         raise ConfigError(
-            f"model.channels_last needs images (channels, height, width), but the data's samples have the shape"
-            f" {shape}; leave it out"
+            "model.channels_last needs images (channels, height, width), but the data's samples have "
+            f"the shape {shape}; leave out model.channels_last"
         )
     torch.manual_seed(seed)
     device = device or torch.device("cpu")
@@ -159,8 +159,8 @@ def _check_compiler() -> None:
     names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     if not any(shutil.which(name) for name in names):
         raise ConfigError(
-            f"model.compile: no C++ compiler ({', '.join(names)}) is installed; install g++, set CXX to one, or set"
-            " model.compile=false"
+            f"model.compile: no C++ compiler ({', '.join(names)}) is installed; install g++, set CXX "
+            "to a compiler, or set model.compile=false"
         )
 
 
@@ -314,7 +314,7 @@ def _timm_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     try:
         timm = importlib.import_module("timm")
     except ImportError as error:
-        raise ConfigError(f"model.name=timm:{name}: timm cannot be imported ({error}); pip install timm") from error
+        raise ConfigError(f"model.name=timm:{name}: timm cannot be imported ({error}); run pip install timm") from error
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, in_chans=shape[0])
     except RuntimeError as error:
@@ -342,17 +342,17 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     values = itertools.chain(model.named_parameters(), model.named_buffers())
     if lazy := next((own for own, value in values if is_lazy(value)), None):
         raise ConfigError(
-            f"model.name={name}: {lazy} has no shape before the first forward pass, so checkpoints cannot be"
-            " loaded (it belongs to a Lazy layer); call the model once before returning it:"
-            " model(torch.zeros(2, *shape))"
+            f"model.name={name}: {lazy} belongs to a Lazy layer and has no shape before the first "
+            "forward pass, so checkpoints cannot be loaded; call the model once before returning it: "
+            "model(torch.zeros(2, *shape))"
         )
     trained = {own: weight for own, weight in model.named_parameters() if weight.requires_grad}
     if not trained:
         raise ConfigError(f"model.name={name} has no parameter to train; set requires_grad of at least one")
     if wide := next((own for own, weight in trained.items() if weight.dtype in _WIDE), None):
         raise ConfigError(
-            f"model.name={name}: {wide} is {trained[wide].dtype}, but training computes in float32 or less; return"
-            " model.float()"
+            f"model.name={name}: {wide} is {trained[wide].dtype}, but training computes in float32 or "
+            "a smaller type; return model.float()"
         )
     if extra := next((own for own, value in model.state_dict().items() if not isinstance(value, torch.Tensor)), None):
         raise ConfigError(

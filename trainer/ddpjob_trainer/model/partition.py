@@ -88,8 +88,8 @@ def _check_own_weights(layers: list[Layer]) -> None:
         for value in (*layer.module.parameters(), *layer.module.buffers()):
             if (owner := owners.setdefault(value, layer.name)) != layer.name:
                 raise ConfigError(
-                    f"layers {owner} and {layer.name} of the model share weights, which stages cannot do; set"
-                    " strategy=ddp"
+                    f"layers {owner} and {layer.name} of the model share weights, but two stages "
+                    "cannot share them; set strategy=ddp"
                 )
 
 

@@ -62,19 +62,20 @@ class Loss:
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
-                f"optim.label_smoothing={self._smoothing} has no effect on optim.loss={self.name}; leave it out, or set"
-                " optim.loss=cross_entropy"
+                f"optim.label_smoothing={self._smoothing} has no effect with optim.loss={self.name}; "
+                "leave it out, or set optim.loss=cross_entropy"
             )
         mixed = next((key for key in ("mixup", "cutmix") if getattr(data, key)), "")
         if mixed and targets is not Targets.CLASSES:
             raise ConfigError(
-                f"data.{mixed} mixes classes, but the targets of data.name={data.name} are {targets.value};"
-                " leave it out"
+                f"data.{mixed} mixes classes, but the targets of data.name={data.name} are "
+                f"{targets.value}; leave out data.{mixed}"
             )
         if mixed and self._own is not None:
             raise ConfigError(
-                f"data.{mixed} turns classes into fractions of classes, but optim.loss={self.name} does not support "
-                f"that; leave it out, or set optim.loss=cross_entropy or bce"
+                f"data.{mixed} turns classes into fractions of classes, but optim.loss={self.name} "
+                f"does not support fractions; leave out data.{mixed}, or set optim.loss=cross_entropy "
+                "or bce"
             )
         fitting = {
             Targets.CLASSES: ("cross_entropy", "bce"),
@@ -140,7 +141,7 @@ class Loss:
         if not isinstance(scores, torch.Tensor):
             raise TrainingError(f"the model returns {type(scores).__name__}; return a tensor of scores (n, classes)")
         if self._classes and scores.shape[1:] != (self._classes,):
-            other = ", or targets of shape (1,), with which an evaluation computes only the loss" if self._own else ""
+            other = ", or use targets of shape (1,) (evaluations then compute only the loss)" if self._own else ""
             raise TrainingError(
                 f"the model's output has the shape {tuple(scores.shape)} for {len(scores)} samples of {self._classes}"
                 f" classes; use a model whose last layer has {self._classes} outputs{other}"

@@ -64,8 +64,8 @@ class NonFiniteGuard:
         """
         if limit < 1:
             raise ConfigError(
-                f"train.nonfinite_limit={limit}: must be at least 1, which ends the training at the first loss"
-                " that is not finite"
+                f"train.nonfinite_limit={limit}: must be at least 1; 1 ends the training at the first "
+                "loss that is not finite"
             )
         self._limit, self._group, self._notify, self._dynamic = limit, group, notify, dynamic_scale
         self._left_out = left_out
@@ -143,7 +143,7 @@ class NonFiniteGuard:
         if not 0 < len(shared) <= _NUMBERS_COMMON:
             return ""
         names = ", ".join(map(str, sorted(shared)))
-        return f", as in earlier steps with sample(s) {names}, whose data may be the cause"
+        return f", as in earlier steps with these samples, whose data may be the cause: {names}"
 
     def _samples_of(self, rank: int, mine: Sequence[int]) -> list[int]:
         content = json.dumps(list(mine)).encode() if rank == self._group.rank else None

@@ -32,8 +32,8 @@ def own_factor(name: str, epoch: float, epochs: int) -> float:
         factor = float(function(epoch, epochs))
     if not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(
-            f"optim.schedule={name} returned {factor} for epoch={epoch:g}, epochs={epochs}; return a finite factor of"
-            " optim.lr of at least 0"
+            f"optim.schedule={name} returned {factor} for epoch={epoch:g}, epochs={epochs}; return a "
+            "finite number of at least 0, by which optim.lr is multiplied"
         )
     return factor
 
@@ -49,16 +49,16 @@ def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int], gro
     rates = [rate(consumed) for consumed in checked]
     if rates[::-1] != [rate(consumed) for consumed in checked[::-1]]:
         raise ConfigError(
-            f"optim.schedule={name} returns different factors for the same epoch; compute them from its arguments"
-            " alone, because a restart repeats only some of the calls"
+            f"optim.schedule={name} returns different factors for the same epoch; compute factors "
+            "only from the function's arguments, because a restart repeats only some of the calls"
         )
     digest = hashlib.sha256(array("d", rates)).digest()
     digests = group.gather(int.from_bytes(digest[:7], "big"))
     if len(set(digests)) > 1:
         other = next(rank for rank, found in enumerate(digests) if found != digests[0])
         raise ConfigError(
-            f"optim.schedule={name} returns different factors on ranks 0 and {other}; compute them from its arguments"
-            " alone, without RANK, hash() or the machine's files"
+            f"optim.schedule={name} returns different factors on ranks 0 and {other}; compute factors "
+            "only from the function's arguments, without RANK, hash() or the machine's files"
         )
     top = max(range(len(rates)), key=rates.__getitem__)
     return (

@@ -75,8 +75,8 @@ def check_rules(config: OptimConfig, names: Sequence[str], model: str) -> str:
         count = len(matching.intersection(left))
         if not count:
             raise ConfigError(
-                f"optim.groups: earlier patterns select all parameters that {rule.pattern!r} matches; put it before"
-                " them"
+                f"optim.groups: earlier patterns select all parameters that {rule.pattern!r} matches; "
+                "move this pattern before them"
             )
         left = [name for name in left if name not in matching]
         decay = "" if rule.decay is None else f" and weight decay {rule.decay:g}"

@@ -115,8 +115,8 @@ class Precision:
         for name, original in self._originals.items():
             if is_sharded(own[name]):
                 raise ConfigError(
-                    "amp.level=O2: keeps a float32 copy of whole weights, but strategy=fsdp shards them; set"
-                    " amp.level=O1"
+                    "amp.level=O2 keeps a float32 copy of whole weights, but strategy=fsdp shards "
+                    "them; set amp.level=O1"
                 )
             if own[name].dtype is not original.dtype:
                 self._masters[name] = (own[name], nn.Parameter(original.to(own[name].device)))

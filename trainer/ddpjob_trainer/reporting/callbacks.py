@@ -121,9 +121,9 @@ class Callbacks:
         wrong = [key for key in found if key in taken or key in _OTHER_FIGURES or len(key) > MAX_FIGURES]
         if wrong or len(found) > _MOST_METRICS or len(found) + len(taken) > _ALL_METRICS:
             raise TrainingError(
-                f"{_KEY}={name}: on_test_end returned {', '.join(wrong or found)[:200]}; return at most"
-                f" {_MOST_METRICS} values ({_ALL_METRICS} of all callbacks), with other names of at most"
-                f" {MAX_FIGURES} characters"
+                f"{_KEY}={name}: on_test_end returned {', '.join(wrong or found)[:200]}; return at "
+                f"most {_MOST_METRICS} values (and {_ALL_METRICS} from all callbacks), under unused "
+                f"names of at most {MAX_FIGURES} characters"
             )
         return found
 

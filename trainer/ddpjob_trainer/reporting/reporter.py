@@ -89,8 +89,8 @@ def open_log(run_dir: Path) -> MetricsLog:
         return MetricsLog(run_dir)
     except OSError as error:
         raise TrainingError(
-            f"{run_dir / METRICS} cannot be continued ({error.strerror}); make it readable and writable for uid"
-            f" {os.getuid()}, or set train.run_dir to a different folder"
+            f"{run_dir / METRICS} cannot be opened for appending ({error.strerror}); make it "
+            f"readable and writable for uid {os.getuid()}, or set train.run_dir to a different folder"
         ) from error
 
 
@@ -384,7 +384,7 @@ class Reporter:
     def stopped(self, step: int) -> None:
         """Report that all ranks agreed to stop after `step` steps."""
         self._write("stop", step=step)
-        self._display.note(f"stopped by SIGTERM after step {step}; a checkpoint is saved")
+        self._display.note(f"stopped by SIGTERM after step {step}; its checkpoint is saved")
         self._sinks.close(complete=False)
 
     def ended_early(self, epoch: int, names: Sequence[str]) -> None:

@@ -377,8 +377,8 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
         import deepspeed
     except ImportError as error:
         raise ConfigError(
-            f"strategy=deepspeed: DeepSpeed cannot be imported ({error}); pip install deepspeed, or use"
-            " strategy=fsdp, which also shards weights"
+            f"strategy=deepspeed: DeepSpeed cannot be imported ({error}); run pip install deepspeed, "
+            "or use strategy=fsdp, which also shards weights"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed warns about optimizers that are not its own.
     # On a CPU, DeepSpeed would compile a shared-memory reduction when it first starts. Prevent
