@@ -107,6 +107,17 @@ class JobEnvironment:
             raise VariableError(f"DDPJOB_FENCE={self.fence!r}: {what}")
         return int(match[1]), int(match[2])
 
+    def number(self, field: str) -> int:
+        """Return the value of a variable as a whole number; 0 if the variable is unset.
+
+        Raises VariableError if it is not a whole number.
+        """
+        value: str = getattr(self, field)
+        if value and not value.isdecimal():
+            what = "must be a whole number; unset it, because only the operator should set it"
+            raise VariableError(f"DDPJOB_{field.upper()}={value!r}: {what}")
+        return int(value or 0)
+
     @property
     def grace(self) -> float | None:
         """The pod's grace period in seconds; None outside a job.

@@ -127,7 +127,7 @@ def _order() -> tuple[int, ...]:
     job = JobEnvironment.read()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return *(job.group or (int(job.generation or 0), 0)), int(restarts)
+        return *(job.group or (job.number("generation"), 0)), int(restarts)
     except VariableError as error:
         raise BucketError(str(error)) from None
     except ValueError:

@@ -185,6 +185,16 @@ def test_pod_templates_merge_as_kubernetes_does() -> None:
     assert {None, "gpu", "spot"} <= set(keys)
 
 
+@pytest.mark.parametrize(("effect", "kept"), [("NoSchedule", True), ("NoExecute", False), ("", False), (None, False)])
+def test_a_toleration_with_a_different_effect_does_not_replace_the_operators(effect: str | None, kept: bool) -> None:
+    """Without the operator's toleration, Kubernetes would wait 300 s."""
+    mine = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": effect}
+    job = taken({"podTemplate": {"spec": {"tolerations": [mine]}}}, {"spec": {"image": "i"}})
+    pod = build_node(job, job.status, Platform(operator_key=b"key"), 0, 0)["spec"]
+    found = [t for t in pod["tolerations"] if t["key"] == mine["key"]]
+    assert len(found) == 1 + kept and found[-1].get("effect") == effect
+
+
 def test_a_volume_with_a_different_source_replaces_the_volume_of_the_class() -> None:
     given = {"podTemplate": {"spec": {"volumes": [{"name": "s", "emptyDir": {}}, {"name": "t", "emptyDir": {}}]}}}
     mine = [{"name": "s", "persistentVolumeClaim": {"claimName": "c"}}, {"name": "t", "emptyDir": {"sizeLimit": "1Gi"}}]

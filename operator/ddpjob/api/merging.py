@@ -156,11 +156,12 @@ def _has_keys(value: Any, field: str) -> bool:
 
 
 def _answered(toleration: Json, given: list[Json]) -> bool:
-    """Whether the overlay `given` has a toleration with the same key as `toleration`.
+    """Whether the overlay `given` has a toleration that replaces `toleration`.
 
-    If so, the overlay's toleration replaces the base's.
+    It has the same key, and either the same effect or no effect, which means all effects.
     """
-    return any(t.get("key") == toleration.get("key") for t in given)
+    key, effect = toleration.get("key"), toleration.get("effect")
+    return any(t.get("key") == key and t.get("effect") in (effect, None, "") for t in given)
 
 
 def _merge_list(old: list[Json], new: list[Json], field: str) -> list[Json]:

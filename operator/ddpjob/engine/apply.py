@@ -93,7 +93,7 @@ class Applied:
 async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
     """Perform a decision. Performing it twice does no harm.
 
-    If Conflict is raised, nothing has been done. Unavailable can be raised at any point.
+    Conflict and Unavailable can be raised at any point. The next reconcile then does the rest.
     """
     job = await _write_status(cluster, job, decision.status)
     actions = decision.actions

@@ -34,9 +34,9 @@ class Observation:
 
 
 class Conflict(Exception):
-    """The job has changed since it was read.
+    """The job, or an object of the job, has changed since it was read.
 
-    Nothing was written, and the job will be reconciled again.
+    That object was not written, and the job will be reconciled again.
     """
 
 

@@ -38,13 +38,9 @@ def main() -> None:
 
 
 def _delete(folder: str) -> None:
-    for path, folders, files in os.walk(folder, topdown=False):
-        for name in files:
-            os.unlink(f"{path}/{name}")  # noqa: PTH108
-        for name in folders:
-            os.rmdir(f"{path}/{name}")  # noqa: PTH106
-    if os.path.isdir(folder):  # noqa: PTH112
-        os.rmdir(folder)  # noqa: PTH106
+    import shutil  # Imported here because the watchdog must start in milliseconds.
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _marked(mark: bytes) -> list[int]:

@@ -62,7 +62,8 @@ class RoundBackoff:
     def fail(self, now: float, ran: float) -> float:
         """Count a failure of the job itself, and return the back-off in seconds.
 
-        `ran` is the number of seconds that the failed round had run.
+        `ran` is the number of seconds that the failed round had run. The back-off does not include
+        the time for the operator's decision.
         """
         healthy = self._advanced or ran >= HEALTHY_SECONDS
         self._failures = 1 if healthy else self._failures + 1

@@ -83,6 +83,10 @@ def test_the_round_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DDPJOB_GENERATION", "2")
     monkeypatch.setenv("DDPJOB_ROUND", "11")
     assert round_from_env() == (2, 11)
+    for name in ("DDPJOB_ROUND", "DDPJOB_GENERATION"):
+        monkeypatch.setenv(name, "1.5")
+        with pytest.raises(ConfigError, match=rf"^{name}='1.5': must be a whole number"):
+            round_from_env()
     monkeypatch.setenv("DDPJOB_FENCE", "3.4")
     assert round_from_env() == (3, 4)
     for wrong in ("3", "3.4.5", "a.b", "-1.2"):

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,22 @@ def merged(name: str, *findings: RankFinding, per_node: int = 1) -> Result:
     ranks = len(findings) * per_node if check.per_node else len(findings)
     step = per_node if check.per_node else 1
     return checks.merge(check, dict(zip(range(0, ranks, step), findings, strict=True)), layout(ranks, per_node))
+
+
+@pytest.mark.parametrize("failure", [OSError("full"), None], ids=["error", "different data"])
+def test_other_ranks_leave_no_file_in_the_checkpoint_folder(
+    failure: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> bytes:
+        if failure is not None:
+            raise failure
+        return b"different"
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    given = replace(context(f"checkpoint.dir={tmp_path}"), group=Group(rank=1, world=2))
+    with pytest.raises(PreflightError):
+        facts.checkpoint_folder(given)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_rank_of_a_healthy_group_is_blamed() -> None:

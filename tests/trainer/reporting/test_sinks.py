@@ -123,7 +123,10 @@ def scrape(port: int) -> dict[str, float]:
     return {line.split("{")[0]: float(line.split()[-1]) for line in lines if not line.startswith("#")}
 
 
-@pytest.mark.parametrize(("pod", "address"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "0.0.0.0"), (None, "0.0.0.0")])
+@pytest.mark.parametrize(
+    ("pod", "address"),
+    [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "0.0.0.0"), ("fd00::7", "::"), (None, "0.0.0.0")],
+)
 def test_prometheus_can_scrape_over_the_network_unless_ddpjob_run_started_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pod: str | None, address: str
 ) -> None:

@@ -317,6 +317,16 @@ def test_deepspeed_counts_each_step_only_once(deepspeed: None, tmp_path: Path) -
     assert {float(state["step"]) for state in newest(tmp_path)["optimizer"]["state"].values()} == {8.0}
 
 
+def test_deepspeed_continues_from_a_state_with_frozen_weights(deepspeed: None, tmp_path: Path) -> None:
+    keys = [*SETTINGS, "optim.name=adamw", "optim.lr=0.01", "optim.ema_decay=0.5", f"checkpoint.dir={tmp_path}"]
+    assert [end.code for end in run(1, [*keys, "model.freeze=features.*"], prepare=stop_at(4))] == [75]
+    first = newest(tmp_path)["model"]
+    good(2, [*keys, *DEEPSPEED[2].split()])
+    last = newest(tmp_path)
+    assert not any(torch.equal(value, last["model"][name]) for name, value in first.items() if "weight" in name)
+    assert any(name.startswith("features.") for name in last["optimizer"]["state"])
+
+
 def test_deepspeed_computes_in_short_formats_and_needs_no_launcher(deepspeed: None, tmp_path: Path) -> None:
     """DeepSpeed's engine leaves CUDA's autocast before it calls the model."""
 

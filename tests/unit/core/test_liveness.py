@@ -34,7 +34,7 @@ def host(*, ready: bool, out: bool = False, since: datetime | None = BEFORE) -> 
         (host(ready=False), BEFORE),
         (host(ready=False, since=None), NOW),
         (host(ready=False, since=NOW + timedelta(hours=1)), NOW),
-        (host(ready=True, out=True), NOW),
+        (host(ready=True, out=True), None),
         ({}, None),
         ({"n1": HostView(name="n1", ready=False, since=BEFORE, out_of_service=False, deleted=True)}, BEFORE),
     ],

@@ -14,10 +14,12 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import PodChanges, QueueStatus, Restart, SlotState
 from ddpjob.controller.operator_settings import Settings, SettingsError
-from ddpjob.core.failures.node_health import LASTS, find_next_judgement, judge_nodes
+from ddpjob.core.failures.classify import Cause
+from ddpjob.core.failures.node_health import LASTS, find_next_judgement, judge_failing, judge_nodes
 from ddpjob.core.view import View
 from ddpjob.core.world import HealthSignals, HostView, PodView, World, remembered
-from worlds import NOW, later, running
+from ddpjob_runtime.protocol import CoordinatorState, MemberState
+from worlds import NOW, later, report, running
 
 SIGNALS = HealthSignals((("AcceleratedHardwareReady", "False"), ("Gpu*", "True")), ("example.com/gpu-", "agent.io/*"))
 
@@ -110,6 +112,21 @@ def test_a_signal_counts_only_after_it_has_persisted() -> None:
     assert judged(job, pods, hosts(1)) == [(1, "")]
     assert judged(job, pods, hosts()) == []
     assert judged(job, pods, hosts(1, ready=False)) == [], "a silent node is judged by its silence"
+
+
+def test_a_lost_connection_is_blamed_on_a_pod_only_if_a_third_node_is_connected() -> None:
+    job, pods = running(3, gpusPerNode=8)
+    values: dict[str, Any] = {"pod": "job-1-0", "reason": Cause.PEER_LOST, "message": "", "index": 1, "node": "n1"}
+    lost = [Restart(time=later(n), round=n, counted=False, **values) for n in (1, 2, 3)]
+    job = replace(job, status=replace(job.status, restarts=replace(job.status.restarts, recent=tuple(lost[:2]))))
+
+    def failing(members: int) -> list[int]:
+        last = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * members)
+        view = View(job, job.status, World(pods=pods, hosts=hosts(), report=last), later(4))
+        return [found.index for found in judge_failing(view, lost[2:])]
+
+    assert failing(3) == [1]
+    assert failing(2) == [], "the coordinator runs on n0, and job-2-0 is not connected"
 
 
 def test_signals_on_many_nodes_at_once_are_blamed_on_the_agent() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from ddpjob.local import processes
+from ddpjob.local import processes, watchdog
 
 CHANGING = 'exec sh -c "$0" "$0"'
 """A program that re-executes itself continuously, so that the kernel sometimes shows no
@@ -51,3 +53,14 @@ def test_an_orphan_that_reuses_the_id_of_a_reaped_process_is_reaped_too() -> Non
     processes.reap_orphans([ended])
     with pytest.raises(ChildProcessError):
         os.waitpid(orphan, os.WNOHANG)
+
+
+def test_the_watchdog_deletes_a_folder_with_links_but_not_their_targets(tmp_path: Path) -> None:
+    memory, target = tmp_path / "memory", tmp_path / "target"
+    for folder in (memory, target):
+        folder.mkdir()
+        (folder / "file").touch()
+    (memory / "link").symlink_to(target)
+    command = [sys.executable, "-I", "-S", watchdog.__file__, f"no-job-{os.getpid()}", str(memory)]
+    subprocess.run(command, stdin=subprocess.DEVNULL, check=True)
+    assert not memory.exists() and (target / "file").exists()

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.job_environment import JobEnvironment, VariableError
+
+from ddpjob_trainer.errors import ConfigError
 
 _T = TypeVar("_T")
 _LAST_TENSORS_SECONDS = 0.05
@@ -202,10 +204,14 @@ def done_in_thread(
 def wanted_world() -> int:
     """Return the number of ranks that the job requests, or 0 if it is unknown.
 
-    The number comes from environment variables. The job may start with fewer ranks.
+    The number comes from environment variables. The job may start with fewer ranks. Raises
+    ConfigError if a variable is malformed.
     """
     job = JobEnvironment.read()
-    return int(job.nodes or 0) * int(job.procs_per_node or 0)
+    try:
+        return job.number("nodes") * job.number("procs_per_node")
+    except VariableError as error:
+        raise ConfigError(str(error)) from None
 
 
 def destroy() -> None:

@@ -38,12 +38,11 @@ def round_from_env() -> tuple[int, int]:
     """Return the generation and round in which this process was started, or (0, 0) outside a job.
 
     The launcher gives both numbers to each worker in DDPJOB_FENCE. Without a launcher, the pod's
-    own DDPJOB_GENERATION and DDPJOB_ROUND are used. Raises ConfigError if DDPJOB_FENCE is
-    malformed.
+    own DDPJOB_GENERATION and DDPJOB_ROUND are used. Raises ConfigError if a variable is malformed.
     """
     job = JobEnvironment.read()
     try:
-        return job.group or (int(job.generation or 0), int(job.round or 0))
+        return job.group or (job.number("generation"), job.number("round"))
     except VariableError as error:
         raise ConfigError(str(error)) from None
 

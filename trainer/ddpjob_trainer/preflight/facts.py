@@ -138,13 +138,15 @@ def checkpoint_folder(context: Context) -> RankFinding:
     own = folder / (f"{context.mark}-{rank}" if rank else context.mark)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with own.open("wb") as file:
-            file.write(own.name.encode())
-            os.fsync(file.fileno())
-        if own.read_bytes() != own.name.encode():
-            raise PreflightError(f"{folder}: data read back differs from what was written")
-        if rank:
-            own.unlink()
+        try:
+            with own.open("wb") as file:
+                file.write(own.name.encode())
+                os.fsync(file.fileno())
+            if own.read_bytes() != own.name.encode():
+                raise PreflightError(f"{folder}: data read back differs from what was written")
+        finally:
+            if rank:
+                own.unlink(missing_ok=True)
         counts, free = os.statvfs(folder), shutil.disk_usage(folder).free
         largest = max((_size(entry) for entry in folder.iterdir() if entry.name.startswith("step-")), default=0)
     except OSError as error:

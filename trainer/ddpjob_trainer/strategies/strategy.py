@@ -340,15 +340,26 @@ class Strategy:
 
         Raises RuntimeError, ValueError or KeyError if the state does not fit.
         """
-        self.precision.load_model(self.model, state["model"])
+        self.load_model(state["model"])
         if self.average is not None and "average" in state:
             # A weight that was frozen when the state was saved has no average in the state. Use the
             # weight's value as its average.
             averages = {**state["model"], **state["average"]["averages"]}
             self.average.load({**state["average"], "averages": averages})
-        frozen = {name for name, weight in self.model.named_parameters() if not weight.requires_grad}
-        load_named_optimizer_state(self.optimizer, self.parameters, state["optimizer"], frozen)
+        self.load_optimizer(state["optimizer"])
         self.precision.load(state["precision"])
+
+    def load_model(self, saved: dict[str, torch.Tensor]) -> None:
+        """Load the model's part of a state."""
+        self.precision.load_model(self.model, saved)
+
+    def load_optimizer(self, saved: State) -> None:
+        """Load the optimizer's part of a state.
+
+        A weight that was frozen when the state was saved has no state in `saved`.
+        """
+        frozen = {name for name, weight in self.model.named_parameters() if not weight.requires_grad}
+        load_named_optimizer_state(self.optimizer, self.parameters, saved, frozen)
 
     def close(self) -> None:
         """Leave all groups that this rank has joined, when training ends in an orderly way.

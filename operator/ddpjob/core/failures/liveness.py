@@ -86,11 +86,11 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
         return None
     if host.deleted:
         return host.since or now
-    if not host.out_of_service and (host.ready or not any(other.ready for other in world.hosts.values())):
+    if host.ready or not (host.out_of_service or any(other.ready for other in world.hosts.values())):
         # If no host is ready, the control plane is partitioned from all of them, and there is no
         # host that the pod could move to.
         return None
-    return now if host.ready or host.since is None else host.since
+    return host.since or now
 
 
 def _member_lost(pod: PodView, world: World) -> datetime | None:

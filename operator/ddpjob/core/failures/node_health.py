@@ -235,7 +235,9 @@ def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> boo
     if not again or view.coordinator is None:
         return False
     near = {"", failure.node, view.coordinator.host}
-    return any(pod is not None and pod.name != failure.pod and pod.host not in near for pod in view.pods)
+    connected = {member.pod for member in view.report.members} if view.report is not None else set()
+    others = [pod for pod in view.pods if pod is not None and pod.name in connected - {failure.pod}]
+    return any(pod.host not in near for pod in others)
 
 
 def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:

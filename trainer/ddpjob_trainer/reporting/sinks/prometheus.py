@@ -96,7 +96,8 @@ def _address() -> str:
     port-forward` arrive at different addresses. Under `ddpjob run`, it is the loopback address.
     """
     pod = os.environ.get("POD_IP", "")
-    return pod if pod.startswith("127.") else "0.0.0.0"
+    wildcard = "::" if ":" in pod else "0.0.0.0"
+    return pod if pod.startswith("127.") else wildcard
 
 
 class Prometheus:

@@ -163,19 +163,15 @@ class DeepSpeed(Strategy):
             "precision": self.precision.state(),
         }
 
-    def load(self, state: State) -> None:
-        """Load a whole state. Each rank keeps only its shard of every tensor."""
+    def load_model(self, saved: dict[str, torch.Tensor]) -> None:
+        """Load the whole model. Each rank keeps only its shard of every weight."""
         if self._stage == 0:
-            super().load(state)
+            super().load_model(saved)
             return
         with self._gathered(changes=True):
-            self.model.load_state_dict(state["model"])
+            self.model.load_state_dict(saved)
         for name, weight in self.parameters:
-            self._fragments.safe_set_full_fp32_param(weight, state["model"][name].to(self.device, torch.float32))
-        if self.average is not None and "average" in state:
-            self.average.load(state["average"])
-        self._load_optimizer_state(state["optimizer"])
-        self.precision.load(state["precision"])
+            self._fragments.safe_set_full_fp32_param(weight, saved[name].to(self.device, torch.float32))
 
     @property
     def _fragments(self) -> ModuleType:
@@ -237,17 +233,18 @@ class DeepSpeed(Strategy):
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _load_optimizer_state(self, saved: State) -> None:
-        """Load a saved optimizer state.
+    def load_optimizer(self, saved: State) -> None:
+        """Load the whole optimizer state. Each rank keeps only its shard of every tensor.
 
-        Raises KeyError if the state belongs to different weights, and ValueError if a shape
-        differs.
+        A weight that was frozen when the state was saved gets zeros, and the step count of the
+        other weights. Raises KeyError if the state belongs to different weights, and ValueError if
+        a shape differs.
         """
-        names = {name for name, _ in self.parameters}
-        if saved["state"] and names != set(saved["state"]):
-            raise KeyError(
-                f"the optimizer's state belongs to different weights, such as {sorted(names ^ set(saved['state']))[0]}"
-            )
+        if self._stage == 0:
+            super().load_optimizer(saved)
+            return
+        if unknown := sorted(saved["state"].keys() - dict(self.parameters)):
+            raise KeyError(f"the optimizer's state belongs to different weights, such as {unknown[0]}")
         zero = self._engine.optimizer
         example: dict[str, Any] = next(iter(saved["state"].values()), {})
         for flat in self._flat:
@@ -257,7 +254,7 @@ class DeepSpeed(Strategy):
             return
         self._link()
         for name, weight in self.parameters:
-            for key, value in saved["state"][name].items():
+            for key, value in saved["state"].get(name, {}).items():
                 if not _is_per_weight(value):
                     continue
                 if tuple(value.shape) != tuple(self._shape(weight)):
