@@ -1,4 +1,4 @@
-"""Everything outside a job's pods: API, operator, process backend and the command `ddpjob`.
+"""Everything outside a job's pods: API, operator, process backend and the `ddpjob` command.
 
 Python programs use `from ddpjob import Client`.
 """

@@ -37,8 +37,9 @@ def resend_often(stream: socket.socket) -> None:
     """Make the kernel resend unacknowledged bytes every 0.2 s, as long as there are only a few of
     them.
 
-    By default, the kernel doubles the delay before each retry: 0.2, 0.4, 0.8 s and so on. A link
-    that was down for 0.5 s would then appear to be down for 0.8 s.
+    By default, the kernel doubles the delay before each retry: 0.2, 0.4, 0.8 s and so on, so it
+    resends after 0.2, 0.6 and 1.4 s. A link that was down for 0.7 s would then appear to be down
+    for 1.4 s.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # Old kernels do not have this option.

@@ -143,8 +143,8 @@ COMMUNICATION_ERROR = re.compile(
 A traceback quotes source lines, and these might contain the name of a backend.
 """
 RANK_FAILURE = "RankFailed"
-"""Kind of the termination message of a failed rank. Only ranks that are started by the torchrun of
-a `command` write this message (see worker.py).
+"""The `kind` in the termination message of a failed rank. Only ranks that a `command` starts with
+torchrun write this message (see worker.py).
 """
 
 RANK_ENDED = "(this rank has ended)"

@@ -15,7 +15,7 @@ MAX_BYTES = 4096
 
 
 def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
-    """Write the reason why the container ends, as a JSON object of at most 4096 bytes.
+    """Write why the container is exiting, as a JSON object of at most 4096 bytes.
 
     If the message or the traceback is too long, its middle is left out.
     """

@@ -255,11 +255,12 @@ def test_a_script_that_fails_on_sigterm_leaves_others_time_to_save(error: str, l
     assert world.round.world == 3 and world.incidents() == [("Joined", "job-2-0", 0)]
 
 
-def test_a_loss_during_a_planned_restart_ends_the_time_to_save() -> None:
+@pytest.mark.parametrize("grace", [600.0, 10.0])
+def test_a_loss_during_a_planned_restart_ends_the_time_to_save(grace: float) -> None:
     """This includes a member that cannot end its workers. Regression: the others waited for that
     member's grace period.
     """
-    world, members = growing(grace=600.0)
+    world, members = growing(grace=grace)
     world.lose(members[1])
     assert world.resume(0, 1, 0, 2, "Running") is members[0] and world.last(members[0])[1]["planned"] is False
     world.pass_time(DRAIN_SECONDS + 1)

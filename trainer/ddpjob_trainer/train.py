@@ -332,7 +332,9 @@ class Trainer:
         return self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
 
     def _load(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
-        """Yield each micro-batch of `steps` with its data, erased, mixed and transformed as configured.
+        """Yield each micro-batch of `steps` with its data.
+
+        The data has been erased, mixed and transformed as configured.
 
         The steps may span several epochs. A data set that reads ahead of training also takes items
         of `steps` ahead of training. The time that training spends waiting for data is reported.

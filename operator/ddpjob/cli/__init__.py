@@ -1,4 +1,4 @@
-"""The command `ddpjob`: arguments, output, and the display of a run.
+"""The `ddpjob` command: arguments, output, and the display of a run.
 
 The work itself is done in `client`.
 """

@@ -1,4 +1,4 @@
-"""Makes `python -m ddpjob.cli` run the command `ddpjob`."""
+"""Makes `python -m ddpjob.cli` run the `ddpjob` command."""
 
 import sys
 

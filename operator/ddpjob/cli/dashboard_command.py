@@ -1,4 +1,4 @@
-"""The command `ddpjob dashboard`, which serves the web pages until Ctrl-C and prints
+"""The `ddpjob dashboard` command, which serves the web pages until Ctrl-C and prints
 their address.
 """
 

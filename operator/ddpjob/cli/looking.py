@@ -233,8 +233,8 @@ def show(folder: Path) -> None:
         try:
             for line in curves(found.metrics, found.name):
                 print_line(line)
-        # Replace this error's message, which advises the user to wait, because the job may have
-        # been deleted.
+        # The error's own message advises the user to wait. The job may have been deleted, so print
+        # a different message.
         except Mistake:
             print_line(f"{found.name}: its metrics contain no step")
 

@@ -1,4 +1,4 @@
-"""The entry point of the command `ddpjob`, and the subcommands doctor, version and completion."""
+"""The entry point of the `ddpjob` command, and the subcommands doctor, version and completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `ddpjob run`, which runs the job of a manifest on this machine and prints
+"""The `ddpjob run` command, which runs the job in a manifest on this machine and prints
 the result.
 """
 

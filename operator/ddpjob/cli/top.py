@@ -1,4 +1,4 @@
-"""The command `ddpjob top`, a live screen that shows the status and pods of one job or of
+"""The `ddpjob top` command, a live screen that shows the status and pods of one job or of
 all jobs.
 """
 

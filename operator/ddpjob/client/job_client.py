@@ -1,4 +1,4 @@
-"""The class `Client`, which manages jobs in a cluster or on this machine, for Python programs and
+"""The `Client` class, which manages jobs in a cluster or on this machine, for Python programs and
 notebooks.
 """
 

@@ -402,14 +402,14 @@ class JobSeries(Collector):
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """Start exporting metrics of these accounts' jobs, because this replica now leads their
+        """Start exporting metrics for these accounts' jobs, because this replica now leads their
         shard.
         """
         with self._lock:
             self._terms.append(accounts)
 
     def end(self, accounts: JobAccounts) -> None:
-        """Stop exporting metrics of these accounts' jobs, because this replica no longer leads
+        """Stop exporting metrics for these accounts' jobs, because this replica no longer leads
         their shard.
 
         A different replica exports these metrics instead.

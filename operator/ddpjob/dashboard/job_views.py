@@ -55,7 +55,7 @@ class Choice:
 
     @classmethod
     def read(cls, query: Mapping[str, str]) -> Choice:
-        """Read the query of an address. Invalid values are replaced with the defaults."""
+        """Read the query string of a URL. Invalid values are replaced with the defaults."""
         page, sort = query.get("page", ""), query.get("sort", "")
         state = query.get("state", "")
         return cls(

@@ -1,4 +1,4 @@
-"""The interface `Cluster`, which is implemented for Kubernetes, for this machine and for tests.
+"""The `Cluster` interface, which is implemented for Kubernetes, for this machine and for tests.
 
 A reconcile reads and writes only through this interface. docs/decisions/0005 explains why.
 """

@@ -41,7 +41,8 @@ def policy_name(job: DDPJob, platform: Platform) -> str:
 
     The name contains a hash of the policy's content, which changes if the operator moves or if
     other peers may read metrics. The operator then creates a second policy and leaves the first in
-    place, because NetworkPolicies only add permissions.
+    place, because it has no permission to delete policies. Until the job is deleted, the peers of
+    the first policy therefore remain admitted.
     """
     if not job.spec.isolated or platform.operator_peer is None:
         return ""

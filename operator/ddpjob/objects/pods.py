@@ -67,8 +67,8 @@ to act before Kubernetes evicts the pods on a lost host."""
 DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
 """Kinds of volume sources whose files are the same in all pods. This includes csi, because a csi
-volume without a claim usually mounts a bucket or a network file system, such as gcsfuse, Azure's
-files and blobs, or JuiceFS."""
+volume without a claim usually mounts a bucket or a network file system, such as gcsfuse,
+Azure Files, Azure Blob Storage or JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 """Keeps NVIDIA's container runtime from adding devices to a container that did not request any.

@@ -123,7 +123,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known about the cause of one break.
+    """What is known about the cause of a break.
 
     `details` are fields of the break's `Incident`. If `sure`, no later report can change the
     verdict.

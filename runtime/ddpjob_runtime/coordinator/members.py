@@ -126,7 +126,8 @@ class Member:
     def drain(self, until: float, planned: bool) -> bool:
         """Set the deadline for the member to stop its workers, and return whether it was set.
 
-        If the member already has an earlier deadline, that one stays in force.
+        If the member already has an earlier deadline, that one stays in force. The stop is still
+        no longer planned if this request is unplanned. A round never requests the reverse.
         """
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:

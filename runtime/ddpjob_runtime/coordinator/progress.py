@@ -187,7 +187,7 @@ class MergedProgress:
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
             elif name == START:
-                # Keep a known start that has `seconds`, because it is complete.
+                # A start with `seconds` is complete. Once such a start is known, keep it.
                 if "seconds" not in self.values.get(name, {}):
                     self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND, ENVIRONMENT):

@@ -155,8 +155,9 @@ class MemberClient:
         return self.must_restart(number) and self._planned
 
     def ran_out_of_memory(self, why: str) -> None:
-        """Report that the kernel killed the fork server to free memory, which ended this node's
-        workers.
+        """Report that the kernel killed the fork server to free memory.
+
+        This node's workers ended with it.
         """
         if self._position:
             self.send(FromMember.FAILURE, round=self._position["round"], message=why, oom=True)

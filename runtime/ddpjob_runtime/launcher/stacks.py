@@ -125,7 +125,7 @@ class Activity:
         self._before: dict[int, tuple[float, int, float]] = {}
 
     def idle(self, pid: int) -> bool | None:
-        """Whether the worker was idle since the last check.
+        """Whether the worker has been idle since the last check.
 
         The result is None at the first check, or if the worker has ended.
         """

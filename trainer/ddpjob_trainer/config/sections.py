@@ -425,8 +425,8 @@ class OptimConfig:
     lamb updates parameters without weight decay as adam does.
     """
     clip_norm: float = 0.0
-    """Maximum norm of the gradients of all parameters together, without the loss scale. If their
-    norm is larger, they are scaled down to this norm. 0: no clipping.
+    """Maximum norm of the gradient of all parameters, after the loss scale has been removed. A
+    gradient with a larger norm is scaled down to this norm. 0: no clipping.
     """
     loss: str = "cross_entropy"
     """cross_entropy: for classes. bce: binary cross entropy of each score separately, for float
@@ -737,9 +737,9 @@ class EvalConfig:
 
     tta: Views = Views.NONE
     """Test-time augmentation: average the scores of a test image over several versions of it.
-    mirror: the image and its mirror image. mirror_translate: these two images get half of the
-    weight. The other half goes to four shifted versions: both images, moved by one pixel up and
-    left, and by one pixel down and right.
+    mirror: the image and its mirror image. mirror_translate: the image and its mirror image get
+    half of the weight. The other half goes to four shifted versions: both images, moved by one
+    pixel up and left, and by one pixel down and right.
     """
     pr: PrKind = PrKind.NONE
     """Compute a precision-recall curve and the average precision for each class, and their macro
@@ -788,8 +788,8 @@ class ReportConfig:
     """MLflow: name of the experiment."""
     straggler_factor: float = 1.5
     """Report a rank as a straggler if its own work takes this many times as long per step as that
-    of the median rank. A rank's own work includes waiting for data and the forward and backward
-    pass, but not waiting for other ranks. Only for strategy=ddp, fsdp and pipeline. 0: off.
+    of the median rank. A rank's own work includes the forward and backward pass and waiting for
+    data, but not waiting for other ranks. Only for strategy=ddp, fsdp and pipeline. 0: off.
     """
     straggler_seconds: float = 30.0
     """Number of seconds for which a rank must be slow before it is reported as a straggler. The

@@ -330,7 +330,7 @@ class OwnData(DataSet):
         """Return a hash of the sizes, shapes and classes, and of part of the content.
 
         For a pair of tensors, the hash covers all targets and about a thousand inputs. For a
-        Dataset with a method `fingerprint`, it covers the result of that method. For any other
+        Dataset with a `fingerprint` method, it covers the result of that method. For any other
         Dataset, it covers about 32 samples and the attribute `targets`.
         """
         parts: list[Any] = [

@@ -27,8 +27,8 @@ class Evaluation:
     """
 
     loss: float
-    """Mean of optim.loss over all samples, without label smoothing. It is usually the cross entropy
-    (natural logarithm).
+    """Mean of optim.loss over all samples, without label smoothing. optim.loss is usually
+    the cross entropy (natural logarithm).
     """
     accuracy: float | None
     """Share of samples whose highest score belongs to their class (top-1). If scores are equal, the

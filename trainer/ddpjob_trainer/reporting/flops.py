@@ -77,7 +77,7 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
         if kept["of"] == of:
             return float(kept["flops"])
     found = count()
-    with suppress(OSError):  # If the cache cannot be written, the next run counts again.
+    with suppress(OSError):  # If the cache cannot be written, the next run counts the FLOPs again.
         write_atomically(path, json.dumps({"of": of, "flops": found}).encode())
     return found
 

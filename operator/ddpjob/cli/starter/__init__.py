@@ -1,4 +1,4 @@
-"""The command `ddpjob init`, which writes a manifest and a script, or checks an existing script and
+"""The `ddpjob init` command, which writes a manifest and a script, or checks an existing script and
 gives advice.
 """
 

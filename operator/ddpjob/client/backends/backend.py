@@ -1,4 +1,4 @@
-"""The interface `Backend`, which reads and changes the jobs of a namespace or of this machine."""
+"""The `Backend` interface, which reads and changes the jobs of a namespace or of this machine."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a job's Master or Worker section; empty if the section asks for no pods.
+    """Return a job's Master or Worker section, or an empty mapping if the section asks for no pods.
 
     Helm charts write `replicas: 0` for a job that does not need workers.
     """

@@ -1,4 +1,4 @@
-"""Installs the packages of `Client.train(packages=...)` in a pod, before the function runs.
+"""Installs the packages passed to `Client.train(packages=...)` in a pod, before the function runs.
 
 The function's script contains this file, so it must run on Python 3.9 and import only the standard
 library.

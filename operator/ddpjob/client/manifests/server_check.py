@@ -1,5 +1,5 @@
-"""The option `ddpjob validate --server`, which asks the API server whether it accepts a job and its
-pods.
+"""The `--server` option of `ddpjob validate`, which asks the API server whether it accepts a job
+and its pods.
 """
 
 from __future__ import annotations

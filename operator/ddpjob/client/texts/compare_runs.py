@@ -30,7 +30,7 @@ _NEGATIVE = re.compile(r"-[0-9.]")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table. It shows one property of all compared jobs."""
+    """A row of the table, which shows one property of all the jobs being compared."""
 
     label: str
     values: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""The command `ddpjob doctor`, which checks the versions of client, CRD and operator, and the
-user's permissions.
+"""The `ddpjob doctor` command, which checks the versions of the client, the CRD and the operator,
+and the user's permissions.
 
 It suggests a remedy for each failure.
 """

@@ -215,7 +215,7 @@ def _in_a_network_of(no_proxy: str, host: str) -> bool:
     kubectl supports networks in NO_PROXY, but Python supports only names and single addresses.
     """
     for word in no_proxy.split(","):
-        # The word or the host can be a name instead of an address.
+        # Either the host or the entry in `no_proxy` can be a name instead of an address.
         with contextlib.suppress(ValueError):
             if ip_address(host) in ip_network(word.strip(), strict=False):
                 return True

@@ -38,8 +38,8 @@ _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
 """Causes that are the job's own fault, no matter which host the pod runs on."""
 _MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK})
 FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
-"""Causes that make new pods avoid the host immediately. The program either had not run yet or was
-not at fault."""
+"""Causes that make new pods avoid the host immediately, because the program was not at fault or had
+not run yet."""
 
 
 def find_avoided_nodes(

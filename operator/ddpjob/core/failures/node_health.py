@@ -100,8 +100,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         return []
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
-    # The list of recent restarts has a limited length. A full list may lack earlier moves, so the
-    # limit on moves then counts as reached.
+    # The list of recent restarts has a limited length. A full list may lack earlier moves, so a
+    # full list means that the limit on moves counts as reached.
     often = len({r.round for r in recent}) >= MAX_MOVES or len(within) >= RECENT
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}

@@ -48,7 +48,7 @@ def find_class_fault(view: View) -> tuple[str, str] | None:
 
 
 def take_class(view: View) -> JobStatus | None:
-    """Return the status with the current class, for a job that is about to start.
+    """Return the status of a job that is about to start, updated to the current class.
 
     Return None if the job is not about to start, does not name a class, or already has the current
     class.
