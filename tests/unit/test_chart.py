@@ -408,6 +408,13 @@ def test_a_malformed_json_setting_is_named_at_the_start(given: tuple[str, str]) 
         Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, f"DDPJOB_OPERATOR_{name}": value})
 
 
+@pytest.mark.parametrize("name", ["HEALTH_PORT", "METRICS_PORT", "WORKERS"])
+@pytest.mark.parametrize("value", ["9999999", "9" * 5000, "-1", "\u00b2"])
+def test_a_number_out_of_range_is_named_at_the_start(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"DDPJOB_OPERATOR_{name}=.*: must be an integer from 0 to "):
+        Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, f"DDPJOB_OPERATOR_{name}": value})
+
+
 @needs_helm
 def test_a_name_that_looks_like_a_number_stays_a_string() -> None:
     """A namespace may be called 2026, but the API server refuses an object whose namespace is a

@@ -92,7 +92,7 @@ def recoveries(status: JobStatus) -> list[str]:
 
     recent = status.restarts.recent
     known = {restart.round for restart in recent if restart.continued_from or restart.round < status.round}
-    return [line(r) for r in recent if r.seconds and (r.round in known or status.terminal)]
+    return [line(r) for r in recent if r.seconds is not None and (r.round in known or status.terminal)]
 
 
 def stall_line(seconds: float) -> str:

@@ -344,6 +344,10 @@ def _is_manifest(program: str) -> bool:
     return program == "-" or program.endswith(SUFFIXES)
 
 
+_LOST_WITH_POD = {"configMap", "secret", "projected", "downwardAPI", "emptyDir", "ephemeral", "image"}
+"""Kinds of volumes that are deleted with their pod or cannot be written."""
+
+
 def _keeps_files(spec: dict[str, Any]) -> bool:
     """Whether checkpoints outlive the pod that saved them.
 
@@ -352,7 +356,7 @@ def _keeps_files(spec: dict[str, Any]) -> bool:
     trainer copies checkpoints between pods.
     """
     volumes = ((spec.get("podTemplate") or {}).get("spec") or {}).get("volumes") or ()
-    lasting = any(not {"configMap", "secret", "projected", "downwardAPI", "emptyDir"} & it.keys() for it in volumes)
+    lasting = any(not _LOST_WITH_POD & it.keys() for it in volumes)
     twice = spec.get("module") == "ddpjob_trainer" and spec.get("nodes", 1) > 1
     return bool(lasting or twice or spec.get("className") or (spec.get("storage") or {}).get("checkpoints"))
 

@@ -92,10 +92,10 @@ class Settings:
         def text(name: str, default: str) -> str:
             return environment.get(PREFIX + name, default)
 
-        def number(name: str, default: int) -> int:
+        def number(name: str, default: int, most: int = 10**6) -> int:
             value = text(name, str(default))
-            if not value.isdigit():
-                raise SettingsError(f"{PREFIX}{name}={value!r}: must be an integer")
+            if not value.isascii() or not value.isdigit() or len(value) > 9 or int(value) > most:
+                raise SettingsError(f"{PREFIX}{name}={value[:20]!r}: must be an integer from 0 to {most}")
             return int(value)
 
         def peers(name: str, kind: type, default: str) -> Any:
@@ -143,8 +143,8 @@ class Settings:
             shards=shards,
             identity=text("IDENTITY", os.uname().nodename),
             address=text("ADDRESS", cls.address) or cls.address,
-            health_port=number("HEALTH_PORT", cls.health_port),
-            metrics_port=number("METRICS_PORT", cls.metrics_port),
+            health_port=number("HEALTH_PORT", cls.health_port, 65535),
+            metrics_port=number("METRICS_PORT", cls.metrics_port, 65535),
             log_level=log_level,
             receivers=_receivers(peers("RECEIVERS", dict, "{}"), text("RECEIVERS_FOLDER", ""), text("NOTIFY_LINK", "")),
             node_health=_signals(words("NODE_CONDITIONS"), words("NODE_TAINTS")),

@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
     sys.exit(missing_package(error, "ddpjob.dashboard", "cli"))
 
 _RELOAD_SECONDS = 60.0
+_LAST_PORT = 65535
 
 
 class WrongSetting(Exception):
@@ -44,8 +45,8 @@ async def _serve() -> None:
     url = f"https://{f'[{server}]' if ':' in server else server}:{_given('KUBERNETES_SERVICE_PORT')}"
     gate = Viewers(url, ca, _words("DDPJOB_DASHBOARD_HOSTS"), _words("DDPJOB_DASHBOARD_NAMESPACES"))
     port = _given("DDPJOB_DASHBOARD_PORT")
-    if not port.isascii() or not port.isdigit():
-        raise WrongSetting(f"DDPJOB_DASHBOARD_PORT is {port!r}; it must be a port number")
+    if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > _LAST_PORT:
+        raise WrongSetting(f"DDPJOB_DASHBOARD_PORT is {port!r}; it must be a port number, from 0 to {_LAST_PORT}")
     tls, renewal = None, None
     if folder := os.environ.get("DDPJOB_DASHBOARD_TLS"):
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

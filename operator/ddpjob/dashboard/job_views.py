@@ -328,22 +328,27 @@ def reported_curves(samples: CurveSamples, unit: str, by: str = "step") -> Json:
 def _curve(title: str, stretches: Sequence[Points]) -> Json:
     """Return a curve that consists of several stretches, in the form that the page's script draws.
 
-    Between two stretches, the curve has a null value, so that no line joins them.
+    Between two stretches, the curve has a null value, so that no line joins them. The curve has at
+    most _POINTS points. Each stretch needs up to three points and a null. If there are too many
+    stretches, only every second, third, ... one is kept, counted from the last.
     """
+    every = max(1, math.ceil(4 * len(stretches) / _POINTS))
+    stretches = stretches[::-1][::every][::-1]
+    room = _POINTS - 4 * len(stretches)
     whole = sum(map(len, stretches))
     x, y = list[float](), list[float | None]()
     for stretch in stretches:
         if x:
             x.append((x[-1] + stretch[0][0]) / 2)
             y.append(None)
-        for position, value in _thinned(stretch, max(2, _POINTS * len(stretch) // whole)):
+        for position, value in _thinned(stretch, 2 + room * len(stretch) // whole):
             x.append(position)
             y.append(value)
     return {"title": title, "x": x, "y": y}
 
 
 def _thinned(pairs: Points, most: int) -> Points:
-    """Reduce the points of a curve to about `most`.
+    """Reduce the points of a curve to at most `most` + 1.
 
     The curve is divided into sections of equal length. The points with the smallest and the largest
     value of each section are kept, because readers look for peaks.

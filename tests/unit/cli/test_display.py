@@ -95,6 +95,8 @@ def test_no_recovery_is_reported_before_the_next_step() -> None:
     status = JobStatus(restarts=Restarts(counted=1, recent=(over,)))
     assert recoveries(status) == []
     assert len(recoveries(replace(status, progress=PROGRESS))) == 1
+    instant = replace(status, progress=PROGRESS, restarts=Restarts(counted=1, recent=(replace(over, seconds=0.0),)))
+    assert recoveries(instant)[0].startswith("Recovered in 0.0 s")
 
 
 def test_the_panel_shows_state_progress_and_pods() -> None:

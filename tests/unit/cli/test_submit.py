@@ -76,6 +76,7 @@ def test_the_value_of_a_set_option_is_parsed_like_a_manifest(capsys: pytest.Capt
         (["train.py", "--set", "storage.checkpoints.claimName=c"], False),
         (["train.py", "--set", "className=team"], False),
         (["train.py", "--set", "podTemplate={spec: {volumes: [{name: v, nfs: {server: s, path: /}}]}}"], False),
+        (["train.py", "--set", "podTemplate={spec: {volumes: [{name: v, ephemeral: {}}]}}"], True),
     ],
 )
 def test_a_warning_is_printed_if_saved_files_are_lost_with_their_pod(

@@ -186,6 +186,10 @@ def test_a_dead_connection_is_noticed(viewer: bool, tmp_path: Path, monkeypatch:
         assert idle + each * times <= 60
 
 
+expiring: list[bool] = []
+"""Whether the continue tokens of the next requests have expired, the next request last."""
+
+
 @pytest.fixture
 def large_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[int]]]:
     """Return (address, requested limits) of a server with 40 objects of 1,000 bytes. A dashboard
@@ -201,7 +205,12 @@ def large_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[i
             query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
             begin, limit = int(query.get("continue", 0)), int(query["limit"])
             asked.append(limit)
-            end = min(40, begin + limit)
+            if expiring and expiring.pop() and begin:
+                self.send_response(410)
+                self.end_headers()
+                self.wfile.write(b'{"reason": "Expired", "message": "too old"}')
+                return
+            end = min(40, begin + (limit or 40))
             meta = {"continue": str(end)} if end < 40 else {}
             body = json.dumps({"metadata": meta, "items": [{"n": n, "x": ["x" * 1000]} for n in range(begin, end)]})
             self.send_response(200)
@@ -249,6 +258,24 @@ def test_a_dashboard_limits_the_total_size_of_one_jobs_objects(large_objects: tu
     with pytest.raises(AnswerTooLarge, match="the objects of this job take up more than 8000 bytes"):
         BearerServer(url, certifi.where(), "token").items("/a", of_a_job=True)
     assert len(asked) < 30
+
+
+def test_a_list_whose_continue_token_has_expired_is_read_again(
+    large_objects: tuple[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Etcd forgets the version of a list after five minutes."""
+    url, asked = large_objects
+    monkeypatch.setattr("ddpjob.client.backends.api_server.LARGEST_PAGE", 30)
+    expiring[:] = [True, False]
+    assert [one["n"] for one in opened(url, tmp_path).items("/a")] == list(range(40)) and asked == [30, 30, 0]
+    monkeypatch.setattr("ddpjob.client.backends.api_server.LARGEST_PAGE", 1)
+    viewer = BearerServer(url, certifi.where(), "token")
+    expiring[:] = [True, False]
+    assert [one["n"] for one in viewer.items("/a")] == list(range(40))
+    expiring[:] = [True] * 4
+    with pytest.raises(ApiRefusal, match="too old"):
+        viewer.items("/a")
+    expiring.clear()
 
 
 def test_a_users_own_process_reads_objects_of_any_size(large_objects: tuple[str, list[int]], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from ddpjob.client.backends import backend as backends
 from ddpjob.client.backends import cluster_backend
-from ddpjob.client.backends.api_server import ApiRefusal
+from ddpjob.client.backends.api_server import AnswerTooLarge, ApiRefusal
 from ddpjob.client.backends.backend import LogOptions, Mistake, NoAnswer, NoSuchJob, PodLine
 from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.client.logs.log_follower import LogFollower
@@ -421,14 +421,14 @@ def test_a_pod_that_cannot_be_prepared_shows_the_kubelets_last_warning() -> None
     class Waiting:
         namespace, context = "ml", "test"
         asked: ClassVar[list[str]] = []
-        refuses = False
+        refusal: Mistake | None = None
 
         def items(self, path: str, query: Mapping[str, str], **_: object) -> list[Json]:
             if path.endswith("/pods"):
                 return [preparing(index) for index in range(5)]
             self.asked.append(query["fieldSelector"])
-            if self.refuses:
-                raise ApiRefusal(403, "Forbidden", "events is forbidden")
+            if self.refusal is not None:
+                raise self.refusal
             return [
                 {
                     "lastTimestamp": f"2026-01-01T00:00:0{at}Z",
@@ -452,8 +452,9 @@ def test_a_pod_that_cannot_be_prepared_shows_the_kubelets_last_warning() -> None
     lines = ClusterBackend(server).pods("j")  # type: ignore[arg-type]
     assert [line.message for line in lines] == ['FailedMount: secret "keys" not found'] * 3 + [""] * 2
     assert server.asked[0] == "involvedObject.kind=Pod,involvedObject.name=j-0-0,type=Warning"
-    server.refuses = True
-    assert [line.message for line in ClusterBackend(server).pods("j")] == [""] * 5  # type: ignore[arg-type]
+    for refusal in (ApiRefusal(403, "Forbidden", "events is forbidden"), AnswerTooLarge("too large")):
+        server.refusal = refusal
+        assert [line.message for line in ClusterBackend(server).pods("j")] == [""] * 5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("uid", "shown"), [("new", []), ("old", ["j-0-0"]), (None, ["j-0-0"])])

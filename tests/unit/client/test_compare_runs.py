@@ -91,6 +91,13 @@ def test_the_commit_of_the_folder_is_recorded(tmp_path: Path, monkeypatch: pytes
     assert made["metadata"]["annotations"] == {COMMIT: commit, DIRTY: "false"}
     (tmp_path / "train.py").write_text("2")
     assert with_commit(body("j"))["metadata"]["annotations"][DIRTY] == "true"
+    # Regression: the changes were reported as none if git could not read the index.
+    index = (tmp_path / ".git/index").read_bytes()
+    (tmp_path / ".git/index").write_bytes(b"broken")
+    unknown = with_commit(body("j"))
+    assert unknown["metadata"]["annotations"] == {COMMIT: commit, DIRTY: "unknown"}
+    assert dict(record_of(unknown))["git commit"] == f"{commit[:12]} (changes unknown)"
+    (tmp_path / ".git/index").write_bytes(index)
     older = body("j")
     older["metadata"]["annotations"] = {COMMIT: HASH, "a": "b"}
     assert with_commit(older) == older

@@ -406,6 +406,14 @@ def test_a_curve_that_falls_by_orders_of_magnitude_has_a_logarithmic_scale() -> 
     assert "logarithmic" not in MetricCurve("accuracy", [(1, 0.0), (2, 0.9)]).label
 
 
+@pytest.mark.parametrize("length", [0, 1, 2, 479, 480, 481, 959, 960, 5000])
+def test_a_long_curve_is_thinned_but_keeps_its_ends(length: int) -> None:
+    points = [(step, float(step)) for step in range(length)]
+    kept = MetricCurve("loss", points).points
+    assert len(kept) <= 480 and kept[:1] == points[:1] and kept[-1:] == points[-1:]
+    assert length > 480 or kept == points
+
+
 def test_a_plot_marks_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [{"event": "start", "step": 0}, {"event": "step", "step": 1, "loss": 2.0}, {"event": "start", "step": 1}]
     lines += [{"event": "step", "step": step, "loss": 1.0} for step in (2, 3)]

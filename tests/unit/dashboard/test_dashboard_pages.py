@@ -658,6 +658,16 @@ def test_the_number_of_reported_samples_is_bounded() -> None:
     json.dumps(curve, allow_nan=False)
 
 
+@pytest.mark.parametrize("restarts", [1, 100, 299, 301, 2000])
+def test_a_curve_has_a_bounded_number_of_points_despite_many_restarts(restarts: int) -> None:
+    lines = list[dict[str, Any]]()
+    for start in range(restarts):
+        lines.append({"event": "start", "step": 10 * start})
+        lines += ({"event": "step", "step": 10 * start + n, "loss": float(n % 3)} for n in range(1, 11))
+    [curve] = trained_curves(read_metrics("\n".join(map(json.dumps, lines))))["curves"]
+    assert min(restarts, 300) <= len(curve["x"]) <= 1200 and curve["x"][-1] == 10 * restarts
+
+
 def restart_of(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
     known = {"time": format_time(NOW), "pod": "a-0-0", "reason": "OOMKilled", "message": "", "counted": True}
     return {"total": 1, "recent": [{**known, "round": 1, "seconds": 2.0, **fields}]}

@@ -7,12 +7,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
+import certifi
 import pytest
 from aiohttp import web
 from ddpjob.dashboard import viewers
@@ -447,3 +453,17 @@ async def test_a_cluster_that_does_not_respond_is_reported(cluster: tuple[Rbac, 
     async with opened("http://127.0.0.1:9") as (visitor, gate):
         status, page = await visitor.ask("/", "ann")
         assert status == 502 and "does not answer" in page and "alpha" not in page and not gate._views
+
+
+@pytest.mark.parametrize("port", ["99999", "x"])
+def test_an_invalid_port_is_reported_in_one_line(port: str) -> None:
+    """Regression: a port above 65535 ended in a traceback."""
+    given = {"KUBERNETES_SERVICE_HOST": "::1", "KUBERNETES_SERVICE_PORT": "1", "DDPJOB_DASHBOARD_CA": certifi.where()}
+    environment = {**os.environ, **given, "DDPJOB_DASHBOARD_PORT": port}
+    ran = subprocess.run(
+        [sys.executable, "-m", "ddpjob.dashboard"], env=environment, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    [line] = ran.stderr.splitlines()
+    assert line.startswith("ddpjob.dashboard: DDPJOB_DASHBOARD_PORT is '") and "must be a port number" in line

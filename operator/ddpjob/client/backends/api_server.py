@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,9 +174,13 @@ class ApiServer:
         twice `largest_answer`, because the job's owner can make the collection arbitrarily large.
         `shape` is called with each item of a page before the next page is read, and returns the
         part of the item to keep.
+
+        If reading takes so long that the next page is no longer available (status 410), the
+        collection is read once more from the beginning. Without `largest_answer`, it is then read
+        as a single page.
         """
         found: list[Json] = []
-        limit, total, more = LARGEST_PAGE, 0, ""
+        limit, total, more, expired = LARGEST_PAGE, 0, "", False
         while True:
             place = {"continue": more} if more else {}
             response = self._send("GET", path, {**(query or {}), "limit": str(limit), **place})
@@ -196,7 +201,14 @@ class ApiServer:
                     "read them with kubectl"
                 )
             with _parsing:
-                page = self._parsed(response, text)
+                try:
+                    page = self._parsed(response, text)
+                except ApiRefusal as refusal:
+                    if refusal.status != HTTPStatus.GONE or not more or expired:
+                        raise
+                    found, total, more, expired = [], 0, "", True
+                    limit = 0 if self.largest_answer is None else LARGEST_PAGE
+                    continue
                 found += map(shape, page.pop("items", None) or ())
             metadata = page.get("metadata", {})
             more = metadata.get("continue") or ""

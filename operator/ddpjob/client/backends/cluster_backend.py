@@ -18,7 +18,7 @@ from ddpjob_runtime.protocol import LOGS_FOLDER
 from ddpjob.api.job import API_VERSION, KIND, PLURAL
 from ddpjob.api.job_spec import Json, oversized, without_large_fields
 from ddpjob.api.job_status import parse_time
-from ddpjob.client.backends.api_server import MERGE_PATCH, ApiRefusal, ApiServer
+from ddpjob.client.backends.api_server import MERGE_PATCH, AnswerTooLarge, ApiRefusal, ApiServer
 from ddpjob.client.backends.backend import (
     LINE_BYTES,
     METRICS,
@@ -273,11 +273,11 @@ class ClusterBackend:
         """Return a pod's last warning event as text.
 
         Volume and network faults appear only in events. The text is empty if the pod has no
-        warnings, or if the user is not permitted to read events.
+        warnings, if the user is not permitted to read events, or if the events are too large.
         """
         try:
             found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")
-        except ApiRefusal:
+        except (ApiRefusal, AnswerTooLarge):
             return ""
         return f"{found[-1].reason}: {found[-1].message}" if found else ""
 

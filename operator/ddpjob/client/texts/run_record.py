@@ -19,7 +19,8 @@ from ddpjob.api.job_spec import Json
 
 COMMIT, DIRTY = "ddpjob.io/git-commit", "ddpjob.io/git-dirty"
 """Names of two annotations. The first contains the hash of the commit. The second contains "true"
-if tracked files had uncommitted changes."""
+if tracked files had uncommitted changes, and "unknown" if git could not tell."""
+_CHANGES = {"true": " with changes", "unknown": " (changes unknown)"}
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _SECONDS = 5.0
 
@@ -33,7 +34,7 @@ def record_of(body: Json) -> Iterator[tuple[str, str]]:
     notes = notes if isinstance(notes, dict) else {}
     commit = notes.get(COMMIT)
     if isinstance(commit, str) and _HASH.fullmatch(commit):
-        yield "git commit", commit[:12] + (" with changes" if notes.get(DIRTY) == "true" else "")
+        yield "git commit", commit[:12] + _CHANGES.get(str(notes.get(DIRTY)), "")
     progress = (body.get("status") or {}).get("progress")
     found = read_environment(progress.get(ENVIRONMENT) if isinstance(progress, dict) else None)
     if found.get("gpu"):
@@ -65,7 +66,7 @@ def git_notes(folder: Path) -> dict[str, str]:
         return {}
     # Ignore untracked files, because they are often numerous, and can be data or results.
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {COMMIT: commit, DIRTY: str(bool(changes)).lower()}
+    return {COMMIT: commit, DIRTY: "unknown" if changes is None else str(bool(changes)).lower()}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
