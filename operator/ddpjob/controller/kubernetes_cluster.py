@@ -95,8 +95,8 @@ LOOK_AGAIN = 5.0
 """Number of seconds after which a Kubernetes node that seems lost is read again."""
 _MOST_CHECKED = 5000
 """Maximum number of runtime ConfigMaps for which the result of the check is kept. Each namespace
-with jobs has one or two runtime ConfigMaps. Users can delete them at any time, and the operator then
-creates new ones, so without a maximum the number of results would grow.
+with jobs has one or two runtime ConfigMaps. Users can delete them at any time, and the operator
+then creates new ones, so without a maximum the number of results would grow.
 """
 LARGE_TEMPLATE = 16 * 1024, 300
 """Limits on the number of characters and the number of values in a podTemplate. If one limit is
