@@ -114,14 +114,17 @@ def restart(backend: Backend, job: str, timeout: int) -> None:
 
 
 @command_of_job
-@click.option("--fresh", is_flag=True, help="Start from scratch; the old checkpoints are kept.")
+@click.option(
+    "--fresh", is_flag=True, help="Start from scratch. The old checkpoints are kept, unless `delete` would delete them."
+)
 @with_backend
 def rerun(backend: Backend, job: str, fresh: bool) -> None:
     """Start a finished job again, with the same manifest.
 
     The job resumes from its last checkpoint. On this machine, it runs in the background, as with
     `ddpjob submit`. On a cluster, the job is deleted and created again, but its checkpoints are
-    kept. With --fresh, the job gets a new checkpoint folder.
+    kept. With --fresh, the job gets a new checkpoint folder. If the checkpoints would be deleted
+    with the job (see `delete`), --fresh is required.
 
     \b
     Example: ddpjob rerun first

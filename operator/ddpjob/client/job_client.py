@@ -453,7 +453,8 @@ class Client:
     def rerun(self, job: str | Job, *, fresh: bool = False) -> Job:
         """Run a finished job again, with the same name and spec, from its last checkpoint.
 
-        With `fresh`, training starts from scratch, and the old checkpoints are kept.
+        With `fresh`, training starts from scratch, and the old checkpoints are kept unless `delete`
+        would delete them.
         """
         from ddpjob.client.rerun_jobs import rerun
 

@@ -3,7 +3,8 @@
 On this machine, the job's last manifest runs again in the background. A cluster cannot restart a
 finished job, so the job is deleted and created again. Checkpoints on volumes and in buckets are
 kept, and the new job resumes from them. The job's ConfigMaps with code are read first, because they
-are deleted together with the job.
+are deleted together with the job. The API server must accept the new objects in a dry run before
+the job is deleted.
 
 On a cluster, `fresh` does not delete any checkpoint. The new job uses a different folder, which
 cannot have been used before because its name contains part of the old job's UID.
@@ -12,6 +13,7 @@ cannot have been used before because its name contains part of the old job's UID
     {claimName: c}, nfs or hostPath          c: first          subPath: first-after-1c2d3e4f
     {claimName: c, subPath: first-after-…}                     subPath: first-after-5a6b7c8d
     {url: s3://b/f}                          s3://b/f          url: s3://b/f/after-1c2d3e4f
+    {claimTemplate: {whenDeleted: Delete}}                     a new claim
     none: the folder is lost with its pod                      none
 
 If the job's class or podTemplate sets the folder instead of storage.checkpoints, `fresh` is
@@ -23,11 +25,14 @@ from __future__ import annotations
 import posixpath
 import re
 import time
+from http import HTTPStatus
 from typing import Any
 
+from ddpjob.api.job import PLURAL
 from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.reader import validate
 from ddpjob.api.schema import default_of
+from ddpjob.client.backends.api_server import ApiRefusal
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob
 from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.client.backends.process_backend import ProcessBackend
@@ -54,14 +59,51 @@ def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
         backend.create([manifest], fresh=fresh)
         return f"{name} started again (it was {state}); {where_it_begins(name, resumes)}"
     where = "it resumes from its last checkpoint, if it has one"
-    if fresh:
+    if _deletes_checkpoints(body):
+        if not fresh:
+            raise Mistake(
+                f"{name}: its checkpoints would be deleted with the job, because "
+                f"storage.checkpoints.claimTemplate.whenDeleted is Delete; run `ddpjob rerun {name} --fresh` to delete "
+                "them and start from scratch"
+            )
+        where = "it starts from scratch, because its checkpoints were deleted with the job (whenDeleted: Delete)"
+    elif fresh:
         manifest, where = _in_a_new_folder(manifest, body["metadata"]["uid"])
     assert isinstance(backend, ClusterBackend)  # PastJobs is read-only.
-    maps = [_manifest(found) for found in backend.code_of(body)]
+    try:
+        maps = [_manifest(found) for found in backend.code_of(body)]
+        for plural, created in (*(("configmaps", each) for each in maps), (PLURAL, manifest)):
+            _check_creation(backend, plural, created)
+    except ApiRefusal as refusal:
+        raise Mistake(f"{name} was neither deleted nor created again: {refusal}") from refusal
     backend.delete(name)
     _wait_until_gone(backend, name)
     backend.create([*maps, manifest])
     return f"{name} created again (it was {state}); {where}"
+
+
+def _check_creation(backend: ClusterBackend, plural: str, manifest: Json) -> None:
+    """Raise ApiRefusal if the API server would refuse the object for a reason other than its name.
+
+    The API server checks the name last. The name is still in use, because the job still exists. An
+    exceeded quota is ignored too, because deleting the job frees its share.
+    """
+    try:
+        backend.dry_run(plural, manifest)
+    except ApiRefusal as refusal:
+        if refusal.status != HTTPStatus.CONFLICT and "exceeded quota" not in str(refusal):
+            raise
+
+
+def _deletes_checkpoints(body: Json) -> bool:
+    """Whether the job's checkpoints are deleted together with the job."""
+    template = _checkpoints(body).get("claimTemplate") or {}
+    return template.get("whenDeleted") == WhenDeleted.DELETE
+
+
+def _checkpoints(body: Json) -> Json:
+    checkpoints: Json = ((body.get("spec") or {}).get("storage") or {}).get("checkpoints") or {}
+    return checkpoints
 
 
 def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
@@ -108,17 +150,16 @@ def checkpoints_that_stay(body: Json) -> str:
 
     If the checkpoints are deleted, the phrase is empty.
     """
-    storage = (body.get("spec") or {}).get("storage") or {}
-    volume = storage.get("checkpoints") or {}
-    template = volume.get("claimTemplate") or {}
+    volume = _checkpoints(body)
     if url := volume.get("url"):
         return f"the checkpoints in {url}"
     if claim := volume.get("claimName"):
         return f"the checkpoints in the claim {claim}"
     if volume.get("hostPath"):
         return f"the checkpoints in {volume['hostPath']} on the Kubernetes nodes"
-    stays = template and template.get("whenDeleted") != WhenDeleted.DELETE
-    return "the checkpoints in its claim" if stays else ""
+    if nfs := volume.get("nfs"):
+        return f"the checkpoints in {nfs['server']}:{nfs['path']}"
+    return "the checkpoints in its claim" if volume.get("claimTemplate") and not _deletes_checkpoints(body) else ""
 
 
 def _manifest(body: Json) -> Json:

@@ -209,6 +209,10 @@ def test_no_job_is_deleted_unless_all_named_jobs_exist(
             "; the next run with this name resumes from the checkpoints in the claim c, which is kept",
         ),
         ({"url": "s3://b/j"}, "; the next run with this name resumes from the checkpoints in s3://b/j, which is kept"),
+        (
+            {"nfs": {"server": "s", "path": "/p"}},
+            "; the next run with this name resumes from the checkpoints in s:/p, which is kept",
+        ),
         ({"claimTemplate": {"whenDeleted": "Delete"}}, ""),
         ({}, ""),
     ],
@@ -369,7 +373,7 @@ class Ended(ClusterBackend):
     def path(self, plural: str, name: str = "", below: str = "") -> str:
         return f"{plural}/{name}"
 
-    def optional(self, path: str) -> dict[str, Any] | None:
+    def existing(self, path: str) -> dict[str, Any] | None:
         owner = {"uid": "u" if path.endswith("/mine") else "other"}
         return {"metadata": {"name": path.rpartition("/")[2], "ownerReferences": [owner]}, "data": {"a.py": "1"}}
 
@@ -380,6 +384,9 @@ class Ended(ClusterBackend):
         meta = {"name": name, "uid": "u", "resourceVersion": "7", "labels": {"a": "b"}, "annotations": {LAST: "{}"}}
         spec = {"nodes": 2, "podTemplate": {"spec": {"volumes": volumes}}}
         return {"apiVersion": "v", "kind": "DDPJob", "metadata": meta, "spec": spec, "status": {"phase": "Failed"}}
+
+    def dry_run(self, plural: str, body: dict[str, Any]) -> dict[str, Any]:
+        raise ApiRefusal(409, "AlreadyExists", "already exists")
 
     def delete(self, name: str) -> None:
         self.done.append("delete")
@@ -402,6 +409,31 @@ def test_on_a_cluster_a_rerun_deletes_the_job_and_creates_it_with_its_code(
     assert deleted == "delete" and job["metadata"] == {"name": "j", "labels": {"a": "b"}} and "status" not in job
     assert (code["kind"], code["metadata"], code["data"]) == ("ConfigMap", {"name": "mine"}, {"a.py": "1"})
     assert "j created again (it was Failed)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("refused", ["existing", "dry_run"])
+def test_a_rerun_deletes_nothing_if_the_user_may_not_read_or_create_the_code(
+    refused: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: the job was deleted and created again without its code."""
+
+    def refuse(*_: object) -> None:
+        raise ApiRefusal(403, "Forbidden", 'User "x" cannot get resource "configmaps"')
+
+    backend = Ended()
+    monkeypatch.setattr(backend, refused, refuse)
+    assert called(monkeypatch, backend, "rerun", "j") == 2  # type: ignore[arg-type]
+    assert backend.done == []
+    assert 'j was neither deleted nor created again: User "x" cannot get' in capsys.readouterr().err
+
+
+def test_a_full_quota_does_not_prevent_a_rerun(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ApiRefusal(403, "Forbidden", "j is forbidden: exceeded quota: jobs")
+
+    backend = Ended()
+    monkeypatch.setattr(backend, "dry_run", refuse)
+    assert called(monkeypatch, backend, "rerun", "j") == 0  # type: ignore[arg-type]
 
 
 class EndedWith(Ended):
@@ -444,6 +476,19 @@ def test_a_fresh_rerun_without_a_volume_needs_no_new_folder(monkeypatch: pytest.
     backend = EndedWith()
     assert called(monkeypatch, backend, "rerun", "j", "--fresh") == 0  # type: ignore[arg-type]
     assert backend.done[1][0]["spec"] == backend.spec
+
+
+def test_a_rerun_that_would_delete_the_checkpoints_needs_fresh(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: the message said that the job resumes from its last checkpoint."""
+    storage = {"checkpoints": {"claimTemplate": {"whenDeleted": "Delete", "spec": {}}}}
+    backend = EndedWith(storage=storage)
+    assert called(monkeypatch, backend, "rerun", "j") == 2  # type: ignore[arg-type]
+    assert backend.done == [] and "whenDeleted is Delete; run `ddpjob rerun j --fresh`" in capsys.readouterr().err
+    assert called(monkeypatch, backend, "rerun", "j", "--fresh") == 0  # type: ignore[arg-type]
+    assert backend.done[1][0]["spec"]["storage"] == storage
+    assert "it starts from scratch, because its checkpoints were deleted" in capsys.readouterr().out
 
 
 MOUNTED = {

@@ -27,6 +27,7 @@ def test_a_user_who_lacks_rights_is_not_advised_to_use_a_role_without_them() -> 
     """If watchNamespaces is set, the built-in role edit has no rights on DDPJobs."""
     (check,) = _rights(cast("ApiServer", Refusing()), "vision")
     assert check.ok is False and "you are not permitted to get ddpjobs" in check.what
+    assert "get configmaps (for rerun with code)" in check.what
     assert (
         "ClusterRole edit in namespace vision" in check.remedy and "the chart's watchNamespaces is set" in check.remedy
     )

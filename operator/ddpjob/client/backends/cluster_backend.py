@@ -460,10 +460,13 @@ class ClusterBackend:
         return name
 
     def code_of(self, body: Json) -> list[Json]:
-        """Return the ConfigMaps that the job owns and its pods mount."""
+        """Return the ConfigMaps that the job owns and its pods mount.
+
+        Raises ApiRefusal if the user is not permitted to read them.
+        """
         pod = ((body["spec"].get("podTemplate") or {}).get("spec")) or {}
         names = [volume["configMap"].get("name") for volume in pod.get("volumes") or () if volume.get("configMap")]
-        found = [self.api.optional(self.path("configmaps", str(name))) for name in names]
+        found = [self.api.existing(self.path("configmaps", str(name))) for name in names]
         owned = [m for m in found if m and body["metadata"]["uid"] in _owners(m)]
         return [{"apiVersion": "v1", "kind": "ConfigMap", **m} for m in owned]
 

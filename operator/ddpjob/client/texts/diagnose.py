@@ -29,7 +29,7 @@ RIGHTS = (
     # right `get`. Since version 1.35, Kubernetes also requires the right `create`.
     ("", "pods", "exec", ("get", "create")),
     ("", "events", "", ("list",)),
-    ("", "configmaps", "", ("create",)),
+    ("", "configmaps", "", ("get", "create")),
 )
 """The rights that users of the commands need, as tuples (group, resource, subresource, verbs)."""
 _CREATED = ("get", "list", "watch", "create")
@@ -47,7 +47,12 @@ OPERATOR_RIGHTS = (
     ("events.k8s.io", "events", "", ("create",)),
 )
 """The rights that the chart gives the operator in each namespace that the operator watches."""
-_NEEDED_BY = {"pods/exec": "stacks", "configmaps": "submit with code", "pods create": "validate --server"}
+_NEEDED_BY = {
+    "pods/exec": "stacks",
+    "configmaps create": "submit with code",
+    "configmaps get": "rerun with code",
+    "pods create": "validate --server",
+}
 
 
 @dataclass(frozen=True)
