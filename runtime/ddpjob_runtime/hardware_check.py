@@ -128,7 +128,7 @@ def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
 
 
 def device_problem(torch: Any, device: str) -> str:
-    """Return what is wrong with a device; empty if its memory and its arithmetic are correct.
+    """Return what is wrong with a device, or an empty string if its memory and arithmetic work.
 
     Every sum in the matrix product is a whole number below 2**24, because float32 and TF32
     represent such numbers exactly.

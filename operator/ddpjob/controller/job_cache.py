@@ -52,8 +52,8 @@ AT_A_TIME = 4
 NAMES_SECONDS = 60.0
 """Number of seconds between two lists of the names of all jobs."""
 SETTLE_SECONDS = 1.0
-"""Delay in seconds before an extra list of the names. When kopf lists the jobs, it shows many jobs
-within a short time, and after the delay a single list of the names serves all of them.
+"""Delay in seconds before the names are listed out of turn. When kopf lists the jobs, it reports many
+jobs within a short time. After the delay, one list of the names is enough for all of them.
 """
 RETRY = 1.0
 

@@ -95,8 +95,8 @@ LOOK_AGAIN = 5.0
 """Number of seconds after which a Kubernetes node that seems lost is read again."""
 _MOST_CHECKED = 5000
 """Maximum number of runtime ConfigMaps for which the result of the check is kept. Each namespace
-with jobs has one or two of them. Without a maximum, the number could grow, because users can delete
-them at any time and the operator then creates new ones.
+with jobs has one or two runtime ConfigMaps. Users can delete them at any time, and the operator
+then creates new ones, so without a maximum the number of results would grow.
 """
 LARGE_TEMPLATE = 16 * 1024, 300
 """Limits on the number of characters and the number of values in a podTemplate. If one limit is
@@ -104,7 +104,7 @@ exceeded, the podTemplate is searched for faults in a thread, so that the search
 event loop."""
 MOST_OWNERS = 1000
 """Maximum number of jobs that are recorded as owners of a shared ConfigMap. An object with this
-many owners exists long enough for all other jobs, so no more owners are added.
+many owners will outlive all other jobs, so no more owners are added.
 """
 
 

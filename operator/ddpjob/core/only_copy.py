@@ -80,7 +80,9 @@ def _mounts_a_volume(spec: JobSpec) -> bool:
 
 
 def explain_kept(view: View) -> str:
-    """Return why surplus pods stay after a job was made smaller; empty if no surplus pod stays.
+    """Return why surplus pods stay after a job has been made smaller.
+
+    The result is empty if no surplus pod stays.
 
     A smaller job drops its last slots, but not while only the pods in these slots hold the latest
     state.

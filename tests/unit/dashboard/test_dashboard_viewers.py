@@ -11,8 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any

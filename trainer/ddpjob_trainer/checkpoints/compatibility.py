@@ -188,7 +188,7 @@ def check_finite(key: str, path: Path | str, weights: Tensors) -> None:
 
 
 def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
-    """Return the whole content of a file or folder that holds a model's weights.
+    """Return the entire contents of a file or folder that holds a model's weights.
 
     `path` may be one of this trainer's checkpoints: a file, a dcp folder, or a checkpoint folder.
     In a checkpoint folder, the best checkpoint is read or, if none is marked, the newest one.

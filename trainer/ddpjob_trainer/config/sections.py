@@ -320,8 +320,8 @@ class ModelConfig:
     identity at first (Goyal et al., 2017).
     """
     drop_path: float = 0.0
-    """ResNets: stochastic depth (Huang et al., 2016): probability that a sample skips the residual
-    branch of the last block, usually 0.05. From the first block to the last, the probability rises
+    """Stochastic depth for ResNets (Huang et al., 2016). This is the probability that a sample skips
+    the residual branch of the last block, usually 0.05. From the first block to the last, the probability rises
     linearly from 0 to this value. 0: off.
     """
     sync_batchnorm: bool = False

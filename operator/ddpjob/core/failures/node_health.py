@@ -75,7 +75,7 @@ class NodeVerdict:
     """Cause and message to record as the pod's end if the pod is moved. If the pod stays, users see
     only the message."""
     reason: str = ""
-    """Why the pod stays, as a condition's reason; empty if the pod is moved."""
+    """The `reason` of the condition that says why the pod stays; empty if the pod is moved."""
     why: str = ""
     """Why the pod stays, as a message for users."""
 

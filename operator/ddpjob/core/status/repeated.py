@@ -134,7 +134,9 @@ _SOURCES = {
 
 
 def repeats(restart: Restart | None) -> str:
-    """Describe how many steps a restart has repeated; empty without a report from the script."""
+    """Describe how many steps a restart has repeated.
+
+    The result is empty if it is not known from which state training continued."""
     return "" if restart is None else describe_repeats(restart.continued_from, restart.repeated_steps)
 
 
