@@ -24,7 +24,7 @@ def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str
         raise error
     if error.name.partition(".")[0] in sys.stdlib_module_names:
         return f"{program} runs on Linux and macOS, and on Windows in WSL 2; this Python has no module {error.name}"
-    return f"{program} needs the package {error.name}: {INSTALL.format(extra=extra)}"
+    return f"{program} needs the package {error.name}; run {INSTALL.format(extra=extra)}"
 
 
 def installed_version() -> str:

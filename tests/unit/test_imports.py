@@ -79,5 +79,5 @@ def test_a_missing_package_is_reported_with_its_extra(package: str, program: str
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WITHOUT, package, program], capture_output=True, text=True, check=False
     )
-    said = f"{program} needs the package {package}: {INSTALL.format(extra=extra)}"
+    said = f"{program} needs the package {package}; run {INSTALL.format(extra=extra)}"
     assert ran.returncode and ran.stderr.strip().removeprefix("error: ") == said, ran.stderr

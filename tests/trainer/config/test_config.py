@@ -324,7 +324,7 @@ def test_torch_is_imported_only_for_training(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stderr[:28]) == (2, "error: argument: unknown key")
     lacks = ended(*TINY, f"checkpoint.dir={tmp_path}", PYTHONPATH=path)
     assert lacks.returncode == 2
-    assert lacks.stderr == f"error: ddpjob_trainer needs the package torch: {INSTALL.format(extra='trainer')}\n"
+    assert lacks.stderr == f"error: ddpjob_trainer needs the package torch; run {INSTALL.format(extra='trainer')}\n"
 
 
 @pytest.mark.parametrize("command", dispatch.COMMANDS)

@@ -36,7 +36,7 @@ def test_a_missing_extra_is_reported_with_the_install_command(
     monkeypatch.delitem(sys.modules, "ddpjob.cli.main", raising=False)
     monkeypatch.setitem(sys.modules, "click", None)
     assert program.load()() == 2
-    assert capsys.readouterr().err == f"ddpjob needs the package click: {INSTALL.format(extra='cli')}\n"
+    assert capsys.readouterr().err == f"ddpjob needs the package click; run {INSTALL.format(extra='cli')}\n"
 
 
 @pytest.mark.parametrize("missing", ["jsonschema", "ddpjob.cli.gone"])

@@ -32,7 +32,6 @@ While the API server is unavailable, the known state is kept.
 
 Three rules limit the memory. All informers together parse only one page at a time. A page larger
 than PAGE_BYTES is requested again as several smaller pages. Only views of objects are kept.
-
 See docs/decisions/0013.
 """
 
