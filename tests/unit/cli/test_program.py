@@ -54,7 +54,7 @@ def test_a_missing_package_that_is_imported_late_is_reported_too(
             program.load()()
     else:
         assert program.load()() == 2
-        assert f"jsonschema: {INSTALL.format(extra='cli')}" in capsys.readouterr().err
+        assert f"jsonschema; run {INSTALL.format(extra='cli')}" in capsys.readouterr().err
 
 
 def test_ctrl_c_during_the_start_prints_no_traceback(program: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> None:
