@@ -88,7 +88,7 @@ class WorkerFailure:
 
     @cached_property
     def mark(self) -> tuple[str, str]:
-        """The `error_mark` of this failure, which is equal for workers that failed in the same way."""
+        """The `error_mark` of this failure, which is equal for workers that failed alike."""
         return error_mark(self.message, self.traceback)
 
     @property
