@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_report import checkpoint_dir, copy_checkpoint, report
 from ddpjob_report.node_memory import say
-from ddpjob_report.resume import check_group, figures, newest, step_of
+from ddpjob_report.resume import check_group, figures, listed, newest, step_of
 from ddpjob_report.snapshots import Snapshots, sharding_of
 
 _NAME, _UNFINISHED = "accelerate-step-", ".unfinished"
@@ -100,7 +101,8 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
             copy_checkpoint(made, step, keep=keep)
         # A newer state exists now, so also delete the unfinished states of pods that were killed
         # while saving.
-        for old in [*sorted(_all(home), key=_step, reverse=True)[keep:], *home.glob(f"{_NAME}*{_UNFINISHED}")]:
+        states = sorted(_all(home.glob(f"{_NAME}*")), key=_step, reverse=True)
+        for old in [*states[keep:], *home.glob(f"{_NAME}*{_UNFINISHED}")]:
             shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
 
@@ -116,7 +118,7 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
         RuntimeError: each rank trains its own model. On a machine without a GPU, this happens
             unless Accelerator(cpu=True) is used.
     """
-    found = newest(_all(_home(accelerator, folder)), Path.is_dir)
+    found = newest(_all(listed(_home(accelerator, folder), f"{_NAME}*")), Path.is_dir)
     # Wait until all ranks have searched, because a rank that saves also removes old states.
     accelerator.wait_for_everyone()
     snapshots, step = _snapshots(accelerator), step_of(found)
@@ -210,11 +212,11 @@ def _home(accelerator: Any, folder: str | Path | None) -> Path:
     return checkpoint_dir() if folder is None else Path(folder)
 
 
-def _all(folder: Path) -> list[Path]:
+def _all(paths: Iterable[Path]) -> Iterator[Path]:
     """Return the folders of the states that `save` has completed. Unfinished states and other files
     are left out.
     """
-    return [path for path in folder.glob(f"{_NAME}*") if re.fullmatch(r"[0-9]+", path.name[len(_NAME) :])]
+    return (path for path in paths if re.fullmatch(r"[0-9]+", path.name[len(_NAME) :]))
 
 
 def _step(path: Path) -> int:

@@ -53,6 +53,10 @@ class _CopyState:
     keep = 3
     restored: Stored | None = None
     """The checkpoint in the bucket that all ranks continue from; None if there is none."""
+    recorded: tuple[int, Path] | None = None
+    """The step and the path that this process has recorded last; None if it has not recorded any
+    since it started or since the last call of `recorded`.
+    """
     process = 0
     leaves = False
     """Whether `leave` was called, because the pod is being stopped. If so, this process does not
@@ -334,6 +338,9 @@ def _has_failed() -> bool:
 def record(folder: Path, path: Path, step: int) -> None:
     """Record that a checkpoint in the folder is the newest one.
 
+    Do nothing if this process has recorded a checkpoint with a higher step that still exists. After
+    a restart, a lower step is recorded, because training may continue from an older state.
+
     Raises OSError, or ValueError if the checkpoint is not in the folder.
     """
     made, home = path.resolve(), folder.resolve()
@@ -342,6 +349,9 @@ def record(folder: Path, path: Path, step: int) -> None:
             f"ddpjob_report.copy_checkpoint: path {path} is not in checkpoint_dir(), which is {folder}; save the "
             "checkpoint there"
         )
+    highest = _CopyState.recorded
+    if highest is not None and highest[0] > step and highest[1].exists():
+        return
     name = made.relative_to(home).as_posix()
     temporary = folder / f"{RECORD}.{secrets.token_hex(4)}"
     try:
@@ -350,6 +360,7 @@ def record(folder: Path, path: Path, step: int) -> None:
             file.flush()
             os.fsync(file.fileno())  # Without fsync, the file may be empty after a power failure.
         temporary.replace(folder / RECORD)
+        _CopyState.recorded = step, made
     except OSError:
         discard(temporary)
         raise
@@ -361,6 +372,7 @@ def recorded(folder: Path) -> Path | None:
     Raises OSError or ValueError if the record cannot be read. Training must not begin from scratch
     while it is unknown whether there is a checkpoint.
     """
+    _CopyState.recorded = None
     try:
         text = (folder / RECORD).read_text()
     except FileNotFoundError:

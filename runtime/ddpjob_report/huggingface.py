@@ -36,7 +36,7 @@ from transformers import TrainerCallback
 
 from ddpjob_report import copy_checkpoint, report, saved_and_leave, should_stop
 from ddpjob_report.node_memory import FrameworkMemory, as_checkpoint, say
-from ddpjob_report.resume import check_group, figures, newest, step_of
+from ddpjob_report.resume import check_group, figures, listed, newest, step_of
 from ddpjob_report.snapshots import bare, sharding_of
 
 
@@ -154,9 +154,10 @@ def last_checkpoint(folder: str | Path) -> str | None:
     the nodes' memory. If the state in memory has more steps, it is written as a checkpoint. All
     ranks must call this.
 
-    Raises OSError if the state in memory cannot be written to a file.
+    Raises OSError if the folder or its newest checkpoint cannot be read, or if the state in memory
+    cannot be written to a file.
     """
-    found = newest(Path(folder).glob("checkpoint-*"), _is_whole)
+    found = newest(listed(folder, "checkpoint-*"), _is_whole)
     kept = as_checkpoint(step_of(found), "checkpoint-{step}", _write)
     best = kept or found
     return None if best is None else str(best)
@@ -222,9 +223,14 @@ def _write(checkpoint: Path, found: Restored) -> None:
 
 def _is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint is complete: the Trainer's own state, which is written last, must be
-    readable.
+    valid.
+
+    Raises OSError if that file exists but cannot be read.
     """
+    state = checkpoint / "trainer_state.json"
     try:
-        return isinstance(json.loads((checkpoint / "trainer_state.json").read_text()), dict)
-    except (OSError, ValueError):
+        return isinstance(json.loads(state.read_text()), dict)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(state)) from error  # Reads do not name the file.

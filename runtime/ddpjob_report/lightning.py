@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import pickle
 import sys
 import zipfile
@@ -39,7 +40,7 @@ from ddpjob_pod.rank_snapshots import Restored
 
 from ddpjob_report import checkpoint_dir, copy_checkpoint, report, saved_and_leave, should_stop
 from ddpjob_report.node_memory import FrameworkMemory, as_checkpoint, say
-from ddpjob_report.resume import check_group, figures, newest, step_of
+from ddpjob_report.resume import check_group, figures, listed, newest, step_of
 from ddpjob_report.snapshots import generators, set_generators, sharding_of
 
 _OLD_NAME = "lightning" not in sys.modules and (
@@ -178,7 +179,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
             # iterated.
             if hasattr(batches.sampler, "set_epoch"):
                 batches.sampler.set_epoch(trainer.current_epoch)
-            if is_within:
+            if is_within and isinstance(getattr(batches, "batch_size", None), int):
                 batches.sampler = _Rest(batches.sampler, done * batches.batch_size)
         if not is_within:
             self._set_generators()
@@ -231,12 +232,29 @@ def last_checkpoint(folder: str | Path) -> str | None:
     folder are ordered by the number at the end of their names, as in ModelCheckpoint's
     `{epoch}-{step}`. All ranks must call this.
 
-    Raises OSError if the state in memory cannot be written to a file.
+    Raises OSError if the folder or its newest checkpoint cannot be read, or if the state in memory
+    cannot be written to a file.
     """
-    found = newest(Path(folder).glob("*.ckpt"), zipfile.is_zipfile)
+    found = newest(listed(folder, "*.ckpt"), _is_whole)
     kept = as_checkpoint(step_of(found), "memory-step={step}.ckpt", _write)
     best = kept or found
     return None if best is None else str(best)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint is a complete file; False for a folder.
+
+    Raises OSError if the file cannot be read. `is_zipfile` returns False in this case.
+    """
+    try:
+        with checkpoint.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+            file.read()
+            return zipfile.is_zipfile(file)
+    except (FileNotFoundError, IsADirectoryError):
+        return False
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(checkpoint)) from error  # Reads do not name the file.
 
 
 def _sharding(trainer: Any) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_pod.rank_snapshots import RankSnapshots, Restored, TorchExchange
+from ddpjob_pod.snapshot_store import free_memory
 from ddpjob_runtime import protocol
 
 from ddpjob_report import link, stop
@@ -156,8 +157,11 @@ def _folder_for(job: JobEnvironment, found: Restored) -> Path:
     """Create an empty folder that has room for a checkpoint of this state, and return it."""
     needed = sum(tensor.nbytes for tensor in tensors_of(found.tree))
     *in_memory, folder = _folders(job)
-    if in_memory and shutil.disk_usage(in_memory[0].parent).free > needed * 1.1 + (1 << 20):
-        folder = in_memory[0]
+    if in_memory:
+        # The container's memory limit may be lower than the free space.
+        free = min(shutil.disk_usage(in_memory[0].parent).free, free_memory())
+        if free > needed * 1.1 + (1 << 20):
+            folder = in_memory[0]
     folder.mkdir(mode=0o700)
     return folder
 

@@ -4,10 +4,11 @@ reports.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ from ddpjob_report import as_number, restore_checkpoint
 _NAMED = re.compile(r"(\d+)(?:-v(\d+))?(?:\.\w+)?$")
 
 
+def listed(folder: str | Path, pattern: str) -> Iterator[Path]:
+    """Yield the paths in a folder whose names match the pattern; none if the folder does not exist.
+
+    Path.glob would also yield none if the folder cannot be read. Training must not begin from
+    scratch while it is unknown whether there is a checkpoint, so OSError is raised in this case.
+    """
+    try:
+        paths = [*Path(folder).iterdir()]
+    except FileNotFoundError:
+        return
+    yield from (path for path in paths if fnmatch.fnmatchcase(path.name, pattern))
+
+
 def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | None:
     """Return the checkpoint to resume from; None if there is none.
 
@@ -27,6 +41,9 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     number, before any file extension. If two numbers are equal, the higher version counts, because
     Lightning appends -v1, -v2, ... to a name that already exists. If each node has its own folder,
     return None, because ranks would resume from different steps.
+
+    `is_whole` returns False for an incomplete checkpoint, and raises OSError if the checkpoint cannot
+    be read. An older one must not be used then.
     """
     if JobEnvironment.read().checkpoint_url:
         found = restore_checkpoint()

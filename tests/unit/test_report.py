@@ -5,21 +5,26 @@ and with frameworks.
 from __future__ import annotations
 
 import datetime
+import errno
 import importlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import ddpjob_report
 import pytest
@@ -27,7 +32,7 @@ from ddpjob.client.texts.metric_series import read_metrics
 from ddpjob_pod.metrics_log import METRICS
 from ddpjob_pod.outbox import merged
 from ddpjob_pod.sigterm import SigtermFlag
-from ddpjob_report import curve_file, link, resume, stop
+from ddpjob_report import curve_file, link, node_memory, resume, stop
 from ddpjob_runtime import protocol
 
 
@@ -261,6 +266,62 @@ def test_training_resumes_from_the_newest_complete_checkpoint(
     assert "set spec.storage.checkpoints to a volume that every node sees" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("framework", ["lightning", "huggingface"])
+@pytest.mark.parametrize("call", ["listdir", "open", "read"])
+def test_an_unreadable_checkpoint_does_not_cause_a_start_from_an_older_one(
+    framework: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: errors of the file system were taken for a missing or incomplete checkpoint."""
+    if framework == "lightning":
+        module, newest = imitated_lightning(monkeypatch), tmp_path / "step=200.ckpt"
+        for path in (tmp_path / "step=100.ckpt", newest):
+            with zipfile.ZipFile(path, "w") as file:
+                file.writestr("weights", "1")
+        (tmp_path / "step=300.ckpt").mkdir()
+        (tmp_path / "step=400.ckpt").write_text("incomplete")
+        (tmp_path / "step=500.ckpt").symlink_to("deleted")
+    else:
+        module = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback")
+        newest = tmp_path / "checkpoint-200" / "trainer_state.json"
+        for step in (100, 200, 300):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+        for step in (100, 200):
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        (tmp_path / "checkpoint-400").touch()
+    assert module.last_checkpoint(tmp_path / "none") is None
+    found = module.last_checkpoint(tmp_path)
+    assert found == str(newest if framework == "lightning" else newest.parent)
+
+    def stale(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def opened(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path != newest:
+            return opens(path, *args, **kwargs)
+        if call == "open":
+            stale()
+        file = MagicMock(wraps=opens(path, "rb"))
+        file.__enter__.return_value = file
+        file.read.side_effect = stale
+        return file
+
+    opens = Path.open
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(Path, "read_text", lambda path: opened(path).read())
+    if call == "listdir":
+        refuse_listing(monkeypatch)
+    with pytest.raises(OSError, match="Permission denied" if call == "listdir" else f"Stale file handle: '{newest}'"):
+        module.last_checkpoint(tmp_path)
+
+
+def refuse_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refused)
+
+
 def test_numbers_are_read_from_what_a_framework_logs() -> None:
     logged = {"loss": Scalar(0.5), "mode": "text", "flag": True, "many": Scalar(1.0, elements=3), "n" * 200: 1}
     assert resume.figures(logged) == {"loss": 0.5, "n" * 100: 1}
@@ -407,6 +468,35 @@ def test_lightning_stops_only_between_optimizer_steps(
     callback.on_train_batch_end(trainer, LightningModule(False), None, None, 0)
     callback.on_train_batch_end(trainer, LightningModule(False), None, None, 1)
     assert asked == [46, 47, 0, 0]
+
+
+@pytest.mark.parametrize(("size", "left"), [(3, [6, 7, 8]), (None, [*range(9)])])
+def test_a_batch_sampler_without_a_fixed_size_does_not_fail_a_restart(
+    size: int | None, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a batch sampler that has a sampler but no `batch_size` failed each restart."""
+    batches = SimpleNamespace(sampler=range(9), **({} if size is None else {"batch_size": size}))
+    trainer = Trainer("fit", 100)
+    trainer.train_dataloader = SimpleNamespace(batch_sampler=batches)  # type: ignore[assignment]
+    trainer.num_training_batches = 3  # type: ignore[attr-defined]
+    progress = SimpleNamespace(current=SimpleNamespace(processed=2))
+    trainer.fit_loop = SimpleNamespace(_data_fetcher=[], epoch_loop=SimpleNamespace(batch_progress=progress))
+    imitated_lightning(monkeypatch).DDPJobCallback()._continue_data(trainer)
+    assert [*batches.sampler] == left
+
+
+@pytest.mark.parametrize(("room", "name"), [(1 << 30, "restored"), (1 << 20, "ddpjob-u-0")])
+def test_a_restored_checkpoint_is_not_written_to_memory_that_the_container_lacks(
+    room: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: only the free space of the tmpfs counted, so the container was killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(node_memory, "tensors_of", lambda tree: [SimpleNamespace(nbytes=1 << 20)])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    monkeypatch.setattr(node_memory, "free_memory", lambda: room, raising=False)
+    (tmp_path / "memory").mkdir()
+    job = SimpleNamespace(snapshot_folder=str(tmp_path / "memory"), uid="u", index=0)
+    assert node_memory._folder_for(job, SimpleNamespace(tree={})).name == name
 
 
 @pytest.mark.parametrize("steps", [-1, float("inf")])
@@ -557,6 +647,9 @@ def test_accelerates_checkpoints_are_distinguished_from_other_files(
         module.save(accelerator, step, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*others, "accelerate-step-10", "accelerate-step-20"}
     assert module.resume(accelerator, tmp_path) == 20 and accelerator.loaded == "accelerate-step-20"
+    refuse_listing(monkeypatch)
+    with pytest.raises(PermissionError):
+        module.resume(accelerator, tmp_path)
 
 
 def test_ranks_that_would_each_train_a_separate_model_are_refused(

@@ -355,6 +355,21 @@ def test_an_unreadable_note_about_a_checkpoint_does_not_cause_a_start_from_scrat
     assert ddpjob_report.restore_checkpoint() is None
 
 
+def test_without_a_bucket_the_highest_step_counts_as_the_newest(tmp_path: Path) -> None:
+    folder = tmp_path / "pod"
+    last, best = saved(folder, "200"), folder / "best.pt"
+    best.write_text("150")
+    ddpjob_report.copy_checkpoint(last, 200)
+    ddpjob_report.copy_checkpoint(best, 150)
+    assert ddpjob_report.restore_checkpoint() == last
+    ddpjob_report.copy_checkpoint(best, 150)  # Training has continued from an older state.
+    assert ddpjob_report.restore_checkpoint() == best
+    ddpjob_report.copy_checkpoint(last, 200)
+    last.unlink()
+    ddpjob_report.copy_checkpoint(best, 150)
+    assert ddpjob_report.restore_checkpoint() == best
+
+
 def umask() -> int:
     before = os.umask(0)
     os.umask(before)
