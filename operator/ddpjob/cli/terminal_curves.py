@@ -233,7 +233,7 @@ def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) 
         axis = ["--by", by] if by is not None else []
         made = subprocess.run(
             [sys.executable, "-m", "ddpjob_trainer", "plot", *places, "--output", str(output), *axis],
-            capture_output=True, text=True, check=False,
+            capture_output=True, text=True, errors="replace", check=False,
         )  # fmt: skip
     if made.returncode:
         raise Mistake((made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1])

@@ -26,7 +26,9 @@ def clone(git: GitCode, folder: Path) -> None:
         raise CloneError("spec.code.git: git is not installed here; install it, or specify a folder with --workdir DIR")
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **variables(git, str(folder), "1 0")}
-    done = subprocess.run(["sh", "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sh", "-c", SCRIPT], env=environment, capture_output=True, text=True, errors="replace", check=False
+    )
     if done.returncode:
         said = " ".join(done.stderr.split())[-_SHOWN:]
         raise CloneError(f"spec.code.git: {git.commit[:12]} of {git.url} cannot be cloned: {said}")

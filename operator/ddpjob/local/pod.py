@@ -117,8 +117,8 @@ class Pod:
                     preexec_fn=processes.dying_with(os.getpid()),
                 )
                 self.views[name] = ContainerView(started=now)
-            except OSError as error:
-                message = f"{words[0]!r} in {self._working_dir}: {error.strerror}"
+            except (OSError, ValueError) as error:  # ValueError: a NUL character in a word or variable.
+                message = f"{words[0]!r} in {self._working_dir}: {getattr(error, 'strerror', error)}"
                 output.write(f"cannot start {message}\n".encode(errors="backslashreplace"))
                 self.views[name] = ContainerView(
                     started=now, exit_code=_CANNOT_START, reason="StartError", message=message, finished=now

@@ -232,7 +232,8 @@ class ProcessCluster:
             asyncio.get_running_loop().call_later(seconds, self._grace_is_over, pod)
 
     def _grace_is_over(self, pod: Pod) -> None:
-        if not pod.ended:
+        # The process ids of a pod that was force-deleted meanwhile may belong to other processes.
+        if self.pods.get(pod.name) is pod and not pod.ended:
             pod.kill()
             self.changed.set()
 

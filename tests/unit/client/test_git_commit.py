@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ddpjob.api.job_spec import GitCode
 from ddpjob.client.backends.backend import Mistake
 from ddpjob.client.manifests.build_manifest import JobRequest, build
 from ddpjob.client.manifests.git_commit import resolve
+from ddpjob.local.clone_code import CloneError, clone
 from git_server import GitServer, commit, git, serving
 
 
@@ -36,6 +39,18 @@ def test_branches_tags_and_commits_are_resolved_to_a_commit(server: GitServer) -
         request = JobRequest(program="pkg.train", git=url, image="a", settings={"code.git.secretName": "t"})
         [job] = build(request, local=local)
         assert job["spec"]["module"] == "pkg.train" and job["spec"]["code"]["git"]["secretName"] == "t"
+
+
+def test_output_of_git_that_is_not_utf_8_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "git").write_text("#!/bin/sh\nprintf 'fatal: \\351chec\\n' >&2\nexit 128\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(Mistake, match="fatal: \ufffdchec"):
+        resolve("https://example.com/p@main")
+    with pytest.raises(CloneError, match="fatal: \ufffdchec"):
+        clone(GitCode(url="https://example.com/p", commit="0" * 40), tmp_path / "code")
 
 
 def test_an_unresolvable_ref_is_refused_without_showing_a_password(server: GitServer) -> None:

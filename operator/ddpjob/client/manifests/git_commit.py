@@ -55,7 +55,7 @@ def _listed(url: str, ref: str) -> dict[str, str]:
     try:
         done = subprocess.run(
             command, env={**os.environ, "GIT_ALLOW_PROTOCOL": "http:https"}, capture_output=True, text=True,
-            timeout=_SECONDS, check=False,
+            errors="replace", timeout=_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Mistake(f"git (--git) {url}: no response within {_SECONDS:.0f} s; write URL@COMMIT instead") from None

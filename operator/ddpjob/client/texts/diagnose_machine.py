@@ -51,7 +51,12 @@ def _torch_and_gpus() -> Iterator[Diagnosis]:
     said = ""
     try:
         asked = subprocess.run(
-            [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False
+            [sys.executable, "-P", "-c", _TORCH],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TORCH_SECONDS,
+            check=False,
         )
         said = asked.stderr.strip()
         version, cuda, distributed, gpus = json.loads(asked.stdout.strip().splitlines()[-1])
