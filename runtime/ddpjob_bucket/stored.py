@@ -226,7 +226,12 @@ class Bucket:
             if temporary.is_dir() or target.is_dir():
                 if target.exists():
                     target.rename(replaced)
-                temporary.rename(target)
+                try:
+                    temporary.rename(target)
+                except OSError:
+                    if replaced.exists():
+                        replaced.rename(target)
+                    raise
             else:
                 temporary.replace(target)
         finally:
@@ -406,11 +411,11 @@ class Bucket:
         try:
             local = files_of(path)
             files = tuple(self._published(data, file, path.parent) for file in local)
+            return self._complete(step, CopyManifest(path.name, data, files, epoch))
         except (BucketError, OSError):
-            self._failed.add(data)
+            self._failed.add(data)  # `sweep` keeps the files if the manifest was written after all
             self._check_there(local)
             raise
-        return self._complete(step, CopyManifest(path.name, data, files, epoch))
 
     def _published(self, data: str, file: Path, above: Path) -> File:
         """Upload a file, and return its entry for the manifest.

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,9 @@ class Uploads:
         in_turn: bool = False,
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        self._tidy, self._say, self._release = tidy, say, release
+        self._tidy, self._say, self._release = tidy, _harmless(say), _harmless(release)
         self._publish = publish or (lambda one: bucket.publish(one.path, one.step, one.epoch))
-        self._in_turn, self._done = in_turn, done
+        self._in_turn, self._done = in_turn, _harmless(done)
         self._changed = threading.Condition()
         self._waiting = deque[Waiting]()
         self._current: Waiting | None = None
@@ -226,6 +227,20 @@ class Uploads:
         except Exception as error:
             self._say(f"warning: {_words(error)}; older checkpoints stay in the bucket until the next upload")
         return ""
+
+
+def _harmless(act: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls `act` and ignores its errors.
+
+    An error must not end the thread, and the most common one, a full disk under the log, cannot be
+    logged.
+    """
+
+    def quiet(*given: Any) -> None:
+        with suppress(Exception):
+            act(*given)
+
+    return quiet
 
 
 def _words(error: Exception) -> str:

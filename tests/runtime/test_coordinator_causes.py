@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coordinator_world import RESET, World, formed
+from ddpjob_runtime.coordinator import first_cause
 
 
 def test_the_first_exception_is_the_cause_even_if_its_consequence_arrives_first() -> None:
@@ -265,3 +266,20 @@ def test_an_init_failure_that_all_nodes_share_is_reported_once() -> None:
     for index in range(2):
         world.coordinator.init_failure(world.hello(index), "no such file: train.py")
     assert world.incidents() == [("InitFailure", "job-0-0", 1)]
+
+
+def test_each_failure_is_searched_for_its_error_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group of a thousand nodes, every rank can fail with the same error at once."""
+    marked: list[str] = []
+
+    def mark(message: str, traceback: str) -> tuple[str, str]:
+        marked.append(message)
+        return message, traceback
+
+    monkeypatch.setattr(first_cause, "error_mark", mark)
+    world, *members = formed(4)
+    for member in members:
+        world.fail(member, "ValueError: bad config")
+        world.fail(member, "ValueError: bad config")
+    world.ready(*members)
+    assert world.report()["incidents"] and len(marked) == 4

@@ -137,6 +137,25 @@ def test_a_group_whose_steps_cannot_be_counted_does_not_hang_while_a_rank_works(
     assert incident["kind"] == "Hang" and ": rank 0 in all_reduce (" in incident["message"]
 
 
+def test_a_member_that_does_not_answer_is_not_known_to_be_idle() -> None:
+    """Its rank may be working, on a host that is busy."""
+    world, *members = formed(2, hang_after=60.0)
+    looked_at(world, members, None, None)
+    assert looked_at(world, members, True) == "Running"
+    world.pass_time(5)
+    assert world.report()["state"] == "Running"
+    assert looked_at(world, members, True, True) == "Restarting"
+
+
+def test_ranks_that_wait_for_a_leaving_member_do_not_hang() -> None:
+    """The leaving member may use its whole grace period to save."""
+    world, *members = formed(2, hang_after=60.0)
+    world.coordinator.report_progress({"step": 9})
+    world.coordinator.leaving(members[0], "ended by SIGTERM")
+    world.pass_time(100)
+    assert "dump" not in world.verbs(members[1]) and world.report()["state"] == "Running"
+
+
 def test_a_script_that_reports_its_steps_is_countable_even_if_compiled() -> None:
     world, *members = formed(2, hang_after=60.0)
     world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})

@@ -261,6 +261,7 @@ def test_the_response_to_a_bad_request_has_the_reason(job: Job) -> None:
         ("/v1/size", {"nodes": True, "minNodes": 1}, "nodes: must be a whole number"),
         ("/v1/size", {"nodes": 2}, "minNodes: must be a whole number"),
         ("/v1/patience", {"hangAfter": "long", "backoff": [1, 60]}, "hangAfter: must be a number of seconds or null"),
+        ("/v1/patience", {"backoff": [1, 60]}, "hangAfter: must be a value"),
         (
             "/v1/patience",
             {"hangAfter": None, "backoff": [1, "long"]},

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob_runtime.coordinator.first_cause import Finish, MemberLoss, Verdict, WorkerFailure, first_cause
+from ddpjob_runtime.coordinator.first_cause import Finish, MemberLoss, Source, Verdict, WorkerFailure, first_cause
 from ddpjob_runtime.coordinator.incidents import OWN_FAILURES
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, IncidentKind
 
@@ -25,6 +25,7 @@ class Evidence:
 
     def __init__(self) -> None:
         self._failures: list[WorkerFailure] = []
+        self._failed: set[tuple[Source, int | None, int | None]] = set()
         self._losses: list[MemberLoss] = []
         self._finishes: list[Finish] = []  # single ranks that exited with code 0 on nodes that still have workers
         self._known: Verdict | None = None  # a hang or a planned restart, whose cause is known from the start
@@ -34,11 +35,11 @@ class Evidence:
 
     def add_failure(self, failure: WorkerFailure) -> None:
         self._failures.append(failure)
+        self._failed.add(failure.worker)
 
     def knows(self, failure: WorkerFailure) -> bool:
         """Whether this failure was reported before. A reconnecting member repeats its reports."""
-        worker = failure.source, failure.rank, failure.local_rank
-        return any(worker == (known.source, known.rank, known.local_rank) for known in self._failures)
+        return failure.worker in self._failed
 
     def add_loss(self, loss: MemberLoss) -> None:
         self._losses.append(loss)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ddpjob_runtime import protocol
@@ -80,10 +81,20 @@ class WorkerFailure:
         """
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 
-    @property
+    @cached_property
     def communication(self) -> bool:
         """Whether the death of a peer could have caused this error."""
         return not (self.oom or self.init) and bool(protocol.COMMUNICATION_ERROR.search(self.message))
+
+    @cached_property
+    def mark(self) -> tuple[str, str]:
+        """The `error_mark` of this failure, which is equal for workers that failed alike."""
+        return error_mark(self.message, self.traceback)
+
+    @property
+    def worker(self) -> tuple[Source, int | None, int | None]:
+        """The worker that failed, as (pod, rank, local rank)."""
+        return self.source, self.rank, self.local_rank
 
     @property
     def kind(self) -> IncidentKind:
@@ -216,10 +227,9 @@ def _find_alike(
 
     If any worker has failed on its own with a different error, the set is empty.
     """
-    mark = error_mark(cause.message, cause.traceback)
-    same = [f for f in failures if error_mark(f.message, f.traceback) == mark]
-    differ = any(f not in same and _suspicion(f, ended_at) == 0 for f in failures)
-    return set() if differ else {(f.source.pod, f.rank) for f in same}
+    if any(f.mark != cause.mark and _suspicion(f, ended_at) == 0 for f in failures):
+        return set()
+    return {(f.source.pod, f.rank) for f in failures if f.mark == cause.mark}
 
 
 def _judge_failure(

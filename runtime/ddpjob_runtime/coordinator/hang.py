@@ -252,10 +252,12 @@ class HangDump:
         self._loop, self._done = loop, done
         self.stacks = Stacks({}, {}) if stacks is None else stacks
         self._idle: dict[int, bool | None] = {}  # rank -> whether it has been idle; None if that is unknown
+        self._asked: set[int] = set()  # indices of the members that were asked
         self._answered: set[int] = set()  # indices of the members that have responded
 
     def request(self, number: int, members: list[Member]) -> None:
         """Ask these members of round `number` for the stacks of their ranks."""
+        self._asked = {member.index for member in members}
         for member in members:
             member.send(ToMember.DUMP, {"round": number})
         self._loop.later(DUMP_SECONDS, self._done)
@@ -277,8 +279,11 @@ class HangDump:
 
     @property
     def idle(self) -> bool | None:
-        """Whether all ranks have been idle since they were last asked; None if that is unknown."""
+        """Whether all ranks have been idle since they were last asked.
+
+        The result is None if that is unknown, for example because a member has not responded.
+        """
         states = self._idle.values()
         if any(state is False for state in states):
             return False
-        return True if states and all(states) else None
+        return True if states and all(states) and self._asked <= self._answered else None

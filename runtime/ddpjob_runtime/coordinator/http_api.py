@@ -269,7 +269,7 @@ def _fields(content: Any, wanted: dict[str, type]) -> None:
         raise ValueError("the body must be a JSON object")
     for name, kind in wanted.items():
         value = content.get(name)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        if name not in content or not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ValueError(f"{name}: must be a {KIND_NAMES[kind]}")
     for name in content:
         if name not in wanted:

@@ -124,8 +124,11 @@ class Round:
 
     @property
     def can_hang(self) -> bool:
-        """Whether all members should be completing steps, so a lack of steps would be a hang."""
-        return not self.broken and not self._finished
+        """Whether all members should be completing steps, so a lack of steps would be a hang.
+
+        While a member leaves, its ranks may be saving, and the other ranks wait for them.
+        """
+        return not (self.broken or self._finished or self._evidence.somebody_leaves)
 
     def holds(self, member: Member) -> bool:
         """Whether the member was sent into this round and is still part of it."""

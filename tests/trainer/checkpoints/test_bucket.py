@@ -4,6 +4,7 @@ uploads fail.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import threading
@@ -132,7 +133,10 @@ def test_a_checkpoint_completed_while_an_older_incarnation_sweeps_is_kept(
     assert new.fetch(Stored(2, 90), tmp_path).read_bytes() == b"weights"
 
 
-def test_files_of_failed_uploads_are_deleted(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["/b", ".json"], ids=["a file", "the manifest"])
+def test_files_of_failed_uploads_are_deleted(
+    failing: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each attempt to upload a folder has its own location. Regression: failed attempts on an
     unreliable line filled the bucket.
     """
@@ -142,7 +146,7 @@ def test_files_of_failed_uploads_are_deleted(store: Any, tmp_path: Path, monkeyp
         (folder / name).write_text(name)
 
     def cut(at: Any, key: str, file: Any, **how: Any) -> Any:
-        if key.endswith("/b") and fails:
+        if key.endswith(failing) and fails:
             fails.pop()
             raise obstore.exceptions.GenericError("the line is cut")
         return put(at, key, file, **how)
@@ -416,6 +420,46 @@ def test_on_a_slow_connection_a_large_file_is_sent_part_by_part(
     entries = [bucket.publish(large, 5), bucket.publish(saved(tmp_path, 6, bytes(6 * 2**20)), 6)]
     assert bucket.entries() == entries[::-1]
     assert how == [12, 1, 1], "the next upload starts immediately"
+
+
+def test_an_error_in_a_callback_does_not_end_the_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning goes to a log file on a full disk, for example."""
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)
+    problems = [BucketError("the line is cut")]
+
+    def publish(one: Waiting) -> None:
+        if problems:
+            raise problems.pop()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    uploads = Uploads(Slow(), lambda: None, full, full, publish=publish, done=full)
+    for step in (1, 2):
+        uploads.offer(Waiting(tmp_path, step))
+        assert uploads.wait(10), "the thread has not ended"
+    assert uploads.newest == 2
+    uploads.close()
+
+
+def test_a_fetch_that_cannot_be_completed_leaves_the_local_checkpoint(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, rename = begun(store), Path.rename
+    (folder := tmp_path / "checkpoint-5").mkdir()
+    (folder / "a").write_text("a")
+    entry = bucket.publish(folder, 5)
+
+    def fails(path: Path, to: Path) -> Path:
+        if path.name.endswith(".fetch.tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        bucket.fetch(entry, tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-5"]
+    assert (folder / "a").read_text() == "a"
 
 
 def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
