@@ -67,6 +67,12 @@ _FEWEST = 3
 """Minimum number of steps from which a median is computed. If there are fewer steps, they are kept
 for the next check.
 """
+_LEFT = 100
+"""If another optimizer takes this many steps without a step of the first one, it counts as the
+first one from then on.
+"""
+_MOST_WAITS = 10_000
+"""Maximum number of waits in a step. A step with more waits is not measured."""
 _UNREAD = 100
 """Maximum number of measured steps whose CUDA events have not been read yet. While there are this
 many, new steps are not measured.
@@ -82,6 +88,7 @@ class WorkClock:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._first: int | None = None  # The id of the first optimizer that took a step. Only its steps count.
+        self._others: dict[int, int] = {}  # The other optimizers' steps since the first one's last step, by id.
         self._mark: Any = None
         self._waits: list[tuple[Any, Any]] = []
         self._unread: collections.deque[tuple[Any, Any, list[tuple[Any, Any]]]] = collections.deque()
@@ -108,14 +115,22 @@ class WorkClock:
         """
         thread = threading.current_thread()
         if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):
+            if len(self._waits) >= _MOST_WAITS:
+                self._mark, self._waits = None, []
             self._waits.append((begin, end))
 
     def step_ends(self, optimizer: Any) -> None:
         """Record the end of a step. Only steps of the first optimizer count."""
         if self._first is None:
             self._first = id(optimizer)
-        if id(optimizer) != self._first or self.is_hidden():
+        if self.is_hidden():
             return
+        if id(optimizer) != self._first:
+            self._others[id(optimizer)] = steps = self._others.get(id(optimizer), 0) + 1
+            if steps < _LEFT:
+                return
+            self._first, self._mark = id(optimizer), None
+        self._others.clear()
         self._thread = threading.get_ident()
         now, before, waits = self.mark(), self._mark, self._waits
         self._mark, self._waits = now, []

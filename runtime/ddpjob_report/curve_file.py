@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
 from ddpjob_pod.metrics_log import METRICS, MetricsLog
-from ddpjob_pod.outbox import Outbox
+from ddpjob_pod.outbox import INTERVAL_SECONDS, Outbox
 
 from ddpjob_report import link
 
@@ -35,6 +35,12 @@ class CurveFile(Outbox):
         super().__init__("ddpjob-curves")
 
     def _work(self) -> None:
+        # Do not create the folder. If its volume were not mounted, the new folder would be on the
+        # node's own disk.
+        while not self._folder.parent.is_dir():
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing, timeout=INTERVAL_SECONDS):
+                    return
         try:
             self._folder.mkdir(exist_ok=True)
             log = MetricsLog(self._folder)
@@ -81,10 +87,8 @@ def add(figures: dict[str, Any]) -> None:
     """Queue the figures for the curves, if this is rank 0 of a job with a checkpoint folder."""
     global _file
     if _file is None:
-        folder = JobEnvironment.read().checkpoint_dir
-        # Do not create the folder. If its volume were not mounted, the new folder would be on the
-        # node's own disk.
-        if not folder or not Path(folder).is_dir() or not link.is_reporting():
+        folder = JobEnvironment.read().checkpoint_dir if link.is_reporting() else ""
+        if not folder:
             return
         _file = CurveFile(Path(folder))
     _file.add(figures)

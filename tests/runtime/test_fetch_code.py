@@ -4,6 +4,7 @@ and a missing bucket.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
@@ -242,6 +243,26 @@ def test_the_next_start_completes_an_interrupted_one(
         fetch(settings(content))
     fetch(settings(content))
     assert files(tmp_path / "code") == {"a.py": b"1", "lib/b.py": b"2", "c.py": b"3"}
+
+
+def test_the_files_are_on_the_disk_before_they_count_as_complete(
+    server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the next start after a power failure could use truncated files."""
+    content = packed(member("a.py", b"1"), member("lib/pkg/b.py", b"2"))
+    serve(server, content)
+    folder, synced = tmp_path / "code", set[str]()
+
+    def fsync(descriptor: int) -> None:
+        assert not list(folder.glob(f"{fetch_code._MARKER}*"))
+        synced.add(os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), folder))
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "this file system cannot sync folders")
+
+    monkeypatch.setattr(fetch_code.os, "fsync", fsync)
+    fetch(settings(content))
+    assert synced == {".", "a.py", "lib", "lib/pkg", "lib/pkg/b.py"}
+    assert list(folder.glob(f"{fetch_code._MARKER}*"))
 
 
 def test_an_archive_is_fetched_only_once_per_machine(server: Server, settings: Callable[[bytes], CodeSettings]) -> None:

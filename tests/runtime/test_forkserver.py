@@ -535,6 +535,31 @@ def test_a_fork_server_killed_by_the_memory_limit_is_reported_as_such(
     assert (verb, fields["round"], failure.kind, failure.message) == ("failure", 4, "OOMKilled", str(raised.value))
 
 
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_fork_server_killed_before_it_reads_an_order_is_reported_as_such(
+    is_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel resets the connection because of the unread order."""
+    kills = iter([2, 3])
+    monkeypatch.setattr(forkserver.oom, "oom_kills", lambda: next(kills))
+    server = object.__new__(forkserver.ForkServer)
+    server._socket, theirs = socket.socketpair()
+    server.pid, server._buffer, server._lock, server._number, server._started = 7, b"", threading.RLock(), 0, {}
+
+    def end() -> None:
+        if is_sent:
+            theirs.recv(1, socket.MSG_PEEK)
+        theirs.close()
+
+    killed = threading.Thread(target=end)
+    killed.start()
+    if not is_sent:
+        killed.join()
+    with pytest.raises(forkserver.ForkServerEnded, match="the container reached its memory limit"):
+        server.spawn(["script"], {}, None, None)
+    killed.join()
+
+
 def test_the_exit_of_an_earlier_worker_with_the_same_pid_is_ignored() -> None:
     ours, theirs = socket.socketpair()
     server = object.__new__(forkserver.ForkServer)

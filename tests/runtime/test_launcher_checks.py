@@ -532,6 +532,29 @@ def test_stacks_are_assigned_to_the_right_ranks_after_one_has_exited(
     assert found == {0: "(this rank has ended)", 1: "a stack"}
 
 
+def test_stacks_are_collected_while_the_checkpoint_volume_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "WRITING_SECONDS", 0.1)
+    monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
+    monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.delenv("DDPJOB_FENCE", raising=False)
+    hanging = tmp_path / stacks.FOLDER / "round-0.0-rank-0.txt"
+    hanging.parent.mkdir()
+    os.mkfifo(hanging)  # It hangs when it is opened.
+    found: list[dict[int, str]] = []
+    looks = [threading.Thread(target=lambda: found.append(stacks.collect({0: 2**22})), daemon=True) for _ in range(3)]
+    for look in looks:
+        look.start()
+        look.join(10 * slowness())
+    assert found == [{0: protocol.RANK_ENDED}] * 3
+    writers = [thread for thread in threading.enumerate() if thread.name == "ddpjob-keep-stacks"]
+    assert len(writers) == 1, "at most one thread waits for the volume"
+    with hanging.open() as file:
+        assert protocol.RANK_ENDED in file.read()
+    writers[0].join()
+
+
 def test_a_stack_shows_only_the_frames_of_the_script() -> None:
     ours = [f'  File "{RUNTIME / name}", line 7 in run\n' for name in ("worker.py", "launcher/forkserver.py")]
     runpy = '  File "<frozen runpy>", line 88 in _run_code\n'

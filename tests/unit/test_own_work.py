@@ -124,6 +124,37 @@ def test_only_steps_of_the_first_optimizer_and_waits_of_training_count() -> None
     assert own >= 0.02, "a wait in a background thread does not count"
 
 
+def test_the_next_optimizer_is_measured_if_the_first_one_is_no_longer_used() -> None:
+    first, second = object(), object()
+    clock = clock_of((0.0, 0.0), first=first)
+    for _ in range(own_work._LEFT + 5):
+        clock.waited(clock.mark(), clock.mark())
+        clock.step_ends(second)
+    assert len(clock._unread) == 1 + 5 and clock._waits == []
+
+
+def test_many_optimizers_of_one_step_do_not_replace_the_first_one() -> None:
+    """Some scripts have an optimizer for each parameter."""
+    first, others = object(), [object() for _ in range(2 * own_work._LEFT)]
+    clock = clock_of(first=first)
+    for step in range(2 * own_work._LEFT):
+        for optimizer in (*others, first):
+            clock.step_ends(optimizer)
+        assert len(clock._unread) == min(step + 1, own_work._UNREAD)
+
+
+def test_a_step_with_too_many_waits_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_work, "_MOST_WAITS", 10)
+    optimizer = object()
+    clock = clock_of((0.0, 0.0), first=optimizer)
+    for _ in range(25):
+        clock.waited(clock.mark(), clock.mark())
+        assert len(clock._waits) <= 10
+    for measured in (1, 2):
+        clock.step_ends(optimizer)
+        assert len(clock._unread) == measured
+
+
 def test_a_wait_at_the_end_of_a_backward_pass_counts_as_waiting() -> None:
     clock = WorkClock(torch)
     backward = count_tail(torch.autograd.backward, clock, torch)

@@ -777,4 +777,22 @@ def test_an_unwritable_folder_costs_only_the_curves(
     monkeypatch.setattr(curve_file, "_file", None)
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(curves.parent.parent / "not mounted"))
     ddpjob_report.report(step=1, loss=1)
-    assert curve_file._file is None
+    curve_file.close()
+    assert not (curves.parent.parent / "not mounted").exists()
+
+
+@pytest.mark.parametrize("reporting", [True, False])
+def test_report_does_not_wait_for_the_checkpoint_volume(
+    reporting: bool, curves: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "is_reporting", lambda: reporting)
+    is_dir, callers = Path.is_dir, list[threading.Thread]()
+
+    def spied(path: Path) -> bool:
+        callers.append(threading.current_thread())
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", spied)
+    ddpjob_report.report(step=1, loss=1)
+    curve_file.close()
+    assert threading.current_thread() not in callers and curves.exists() is reporting

@@ -39,7 +39,7 @@ import struct
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -315,7 +315,23 @@ def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_fi
             assert content is not None
             _write(folder, name, content, member)
             count += 1
+    _sync(folder, names)
     return count
+
+
+def _sync(folder: Path, names: Iterable[str]) -> None:
+    """Wait until the files and folders are on the disk, so that they survive a power failure."""
+    paths = {Path(name) for name in names}
+    paths.update({parent for path in paths for parent in path.parents}, {Path()})
+    for path in paths:
+        descriptor = os.open(folder / path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # Some file systems cannot sync folders.
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def _checked(member: tarfile.TarInfo) -> str:

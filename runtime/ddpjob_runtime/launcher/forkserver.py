@@ -210,7 +210,9 @@ class ForkServer:
                 "stdout": stdout,
                 "stderr": stderr,
             }
-            self._socket.sendall((json.dumps(order) + "\n").encode())
+            # If the server has ended, _hear raises ForkServerEnded.
+            with contextlib.suppress(ConnectionError):
+                self._socket.sendall((json.dumps(order) + "\n").encode())
             while number not in self._started:
                 self._hear(block=True)
             pid = self._started.pop(number)
@@ -239,7 +241,10 @@ class ForkServer:
     def _hear(self, block: bool) -> None:
         if not block and not select.select([self._socket], [], [], 0)[0]:
             return
-        data = self._socket.recv(65536)
+        try:
+            data = self._socket.recv(65536)
+        except ConnectionError:
+            data = b""  # The server has ended without reading its last order.
         if not data:
             raise ForkServerEnded(self.pid, oom.oom_kills() > self._oom_kills)
         *lines, self._buffer = (self._buffer + data).split(b"\n")

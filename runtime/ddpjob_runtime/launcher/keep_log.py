@@ -9,7 +9,7 @@ unchanged, and adds the piece to a bounded buffer. A thread writes the buffer to
 bucket.
 
     worker, launcher --pipe--> PID 1 --> container's output    as fast as its reader takes it
-                                    \-> buffer --> file        by a thread
+                                    '-> buffer --> file        by a thread
 
 - Adding to the buffer never waits, so a full or hung volume costs only the kept log. A line in the
   pod's own log reports such a problem once, and the kept log states the number of missing bytes.

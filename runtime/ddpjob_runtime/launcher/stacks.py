@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from ddpjob_runtime.launcher.shutdown import log
 
 NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
+_KEEPING = threading.Lock()
+"""Held while stacks are written to the checkpoint folder."""
 IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
 """A worker counts as idle if, between two checks, its main thread wakes up fewer than IDLE_SWITCHES
 times and its session uses less than IDLE_SHARE of a core.
@@ -98,7 +101,10 @@ def collect(ranks: Mapping[int, int], record: bool = True) -> dict[int, str]:
     if record:
         for rank, text in found.items():
             log(f"stacks of rank {rank}:\n{text}")
-        _keep(found)
+        # The coordinator waits for the stacks, which show that the checkpoint volume hangs.
+        thread = threading.Thread(target=_keep, args=(found,), name="ddpjob-keep-stacks", daemon=True)
+        thread.start()
+        thread.join(WRITING_SECONDS / 2)
     return found
 
 
@@ -181,6 +187,15 @@ def _size(path: Path) -> int:
 
 
 def _keep(found: Mapping[int, str]) -> None:
+    """Write the stacks to the checkpoint folder, unless an earlier call still waits for it."""
+    if _KEEPING.acquire(blocking=False):
+        try:
+            _write(found)
+        finally:
+            _KEEPING.release()
+
+
+def _write(found: Mapping[int, str]) -> None:
     job = JobEnvironment.read()
     root = job.checkpoint_dir
     if not root or not Path(root).is_dir():

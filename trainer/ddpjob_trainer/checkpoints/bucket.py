@@ -189,9 +189,10 @@ class Copies:
         """Return the bucket's newest complete checkpoint from a step after `step`.
 
         A checkpoint in a single file is downloaded, but a checkpoint in parts is not. If a
-        checkpoint is broken, a warning names it, and the next older one is tried. If all
-        checkpoints after `step` are broken, return None. But if `step` is negative, no other
-        checkpoint exists, so raise CheckpointError. Raises FetchError.
+        checkpoint is broken, a warning names it, and the next older one is tried. Return None if
+        there is no checkpoint after `step`, or if all of them are broken. In the latter case, raise
+        CheckpointError instead if `step` is negative, because no other checkpoint exists. Raises
+        FetchError.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]

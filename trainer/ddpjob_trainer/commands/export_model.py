@@ -3,8 +3,8 @@
 `model.safetensors` contains the weights in Hugging Face's format. `model.pt2` is a program from
 torch.export. It runs on batches of any size, and does not need the model's source code. Both files
 also describe the data, because other programs must prepare their inputs in the same way. In
-`model.pt2`, the description is the file `metadata.json`. In `model.safetensors`, it is part of the
-header, whose values must be strings.
+`model.pt2`, the description is the file `metadata.json`. In `model.safetensors`, it is in the
+header's `__metadata__`, whose values must be strings.
 """
 
 from __future__ import annotations

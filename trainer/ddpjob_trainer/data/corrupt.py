@@ -13,7 +13,8 @@ _NAMED = 5
 class Warnings:
     """Reports only a process's first few unreadable images by name.
 
-    `CorruptCount` counts all of them.
+    Later ones are only counted: those of the training set by `CorruptCount`, and those of the test
+    set during the evaluation.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ _LAST_TENSORS_SECONDS = 0.05
 class Group:
     """This rank's position in a group of ranks, and the collectives of the group.
 
-    If `world` is 1, there is no process group, and collectives do not communicate.
+    If `world` is 1, the collectives do not communicate, so no process group is needed.
     """
 
     rank: int = 0

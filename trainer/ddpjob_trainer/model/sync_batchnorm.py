@@ -22,7 +22,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
     The names and values of their parameters and buffers do not change. On an accelerator, the new
     layers are torch's own. On the CPU, they are this module's. Raises ConfigError if one of the
-    model's layers does more than normalize.
+    model's batch normalization layers does more than normalize.
     """
     for module in model.modules():
         plain = isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward

@@ -211,7 +211,7 @@ def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout
 
 
 def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, backend: str, least: float) -> Result:
-    """Return FAIL if a sum is wrong or missing, and WARN if the bandwidth is below `least` GB/s.
+    """Return FAIL if a rank has no correct sum, and WARN if the bandwidth is below `least` GB/s.
 
     `stages` contains the last notes of the ranks that have not reported a sum.
     """
