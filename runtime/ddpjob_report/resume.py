@@ -42,8 +42,8 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     Lightning appends -v1, -v2, ... to a name that already exists. If each node has its own folder,
     return None, because ranks would resume from different steps.
 
-    `is_whole` returns False for an incomplete checkpoint, and raises OSError if the checkpoint cannot
-    be read. An older one must not be used then.
+    `is_whole` returns False for an incomplete checkpoint, and raises OSError if the checkpoint
+    cannot be read. In that case, an older one must not be used.
     """
     if JobEnvironment.read().checkpoint_url:
         found = restore_checkpoint()
