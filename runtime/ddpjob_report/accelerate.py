@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
         RuntimeError: each rank trains its own model. On a machine without a GPU, this happens
             unless Accelerator(cpu=True) is used.
     """
-    found = newest(_all(listed(_home(accelerator, folder), f"{_NAME}*")), Path.is_dir)
+    found = newest(_all(listed(_home(accelerator, folder), f"{_NAME}*")), _is_folder)
     # Wait until all ranks have searched, because a rank that saves also removes old states.
     accelerator.wait_for_everyone()
     snapshots, step = _snapshots(accelerator), step_of(found)
@@ -217,6 +218,17 @@ def _all(paths: Iterable[Path]) -> Iterator[Path]:
     are left out.
     """
     return (path for path in paths if re.fullmatch(r"[0-9]+", path.name[len(_NAME) :]))
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path is a folder. Raises OSError if that is unknown.
+
+    Since Python 3.14, Path.is_dir returns False in this case.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _step(path: Path) -> int:

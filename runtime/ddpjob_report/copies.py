@@ -384,7 +384,11 @@ def recorded(folder: Path) -> Path | None:
             f"{folder / RECORD}, which names the newest checkpoint, is damaged. To start from scratch, remove the file;"
             f' to continue from a checkpoint, write the name of the checkpoint to it: {{"name": "snapshot.pt"}}'
         ) from None
-    return path if path.exists() else None
+    try:
+        path.stat()  # Since Python 3.14, Path.exists returns False if the folder cannot be read.
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return path
 
 
 def _say(text: str) -> None:

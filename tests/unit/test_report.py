@@ -292,9 +292,6 @@ def test_an_unreadable_checkpoint_does_not_cause_a_start_from_an_older_one(
     found = module.last_checkpoint(tmp_path)
     assert found == str(newest if framework == "lightning" else newest.parent)
 
-    def stale(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
     def opened(path: Path, *args: Any, **kwargs: Any) -> Any:
         if path != newest:
             return opens(path, *args, **kwargs)
@@ -312,6 +309,10 @@ def test_an_unreadable_checkpoint_does_not_cause_a_start_from_an_older_one(
         refuse_listing(monkeypatch)
     with pytest.raises(OSError, match="Permission denied" if call == "listdir" else f"Stale file handle: '{newest}'"):
         module.last_checkpoint(tmp_path)
+
+
+def stale(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.ESTALE, "Stale file handle")
 
 
 def refuse_listing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,8 +648,13 @@ def test_accelerates_checkpoints_are_distinguished_from_other_files(
         module.save(accelerator, step, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*others, "accelerate-step-10", "accelerate-step-20"}
     assert module.resume(accelerator, tmp_path) == 20 and accelerator.loaded == "accelerate-step-20"
-    refuse_listing(monkeypatch)
-    with pytest.raises(PermissionError):
+    with monkeypatch.context() as patch:
+        refuse_listing(patch)
+        with pytest.raises(PermissionError):
+            module.resume(accelerator, tmp_path)
+    monkeypatch.setattr(Path, "is_dir", os.path.isdir)  # as in Python 3.14
+    monkeypatch.setattr(os, "stat", stale)
+    with pytest.raises(OSError, match="Stale file handle"):
         module.resume(accelerator, tmp_path)
 
 

@@ -370,6 +370,24 @@ def test_without_a_bucket_the_highest_step_counts_as_the_newest(tmp_path: Path) 
     assert ddpjob_report.restore_checkpoint() == best
 
 
+def test_a_recorded_checkpoint_in_an_unreadable_folder_is_not_taken_for_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "pod", "1")
+    ddpjob_report.copy_checkpoint(path, 1)
+    stats = os.stat
+
+    def stat(place: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if place == path:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stats(place, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "exists", os.path.exists)  # as in Python 3.14
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(OSError, match="Stale file handle"):
+        ddpjob_report.restore_checkpoint()
+
+
 def umask() -> int:
     before = os.umask(0)
     os.umask(before)
