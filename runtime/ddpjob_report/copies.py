@@ -378,7 +378,7 @@ def recorded(folder: Path) -> Path | None:
     except FileNotFoundError:
         return None
     try:
-        path = folder / json.loads(text)["name"]
+        path: Path = folder / json.loads(text)["name"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder / RECORD}, which names the newest checkpoint, is damaged. To start from scratch, remove the file;"
