@@ -768,7 +768,7 @@ def progress_news(progress: dict[str, Any]) -> frozenset[str]:
     Such a part is a figure that users wait for, a flag that the step counter has set, or a field of
     START.
     """
-    start = progress.get(START) or {}
+    start = read_start(progress.get(START))
     flags = {name for name in FLAGS if progress.get(name)}
     return awaited_figures(progress) | flags | {f"{START}.{name}" for name in start}
 

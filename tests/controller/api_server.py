@@ -64,7 +64,7 @@ class Fault:
     is executed, `reset-after` afterwards. `hang` neither executes nor answers the request,
     `hang-after` executes it but never answers. `slow` executes and answers it after `seconds`;
     `late` executes it immediately and answers after `seconds`. `page` answers with a different
-    server's HTML page and does not execute the request.
+    server's HTML page and does not execute the request; `empty` answers with an empty body.
     """
 
     how: int | str
@@ -202,6 +202,8 @@ class ApiServer:
             return answer
         if fault.how == "page":
             return web.Response(text="<html>Please sign in</html>", content_type="text/html")
+        if fault.how == "empty":
+            return web.Response()
         if fault.how.endswith("-after"):
             await self._answer(request, query)
         if fault.how.startswith("hang"):

@@ -9,6 +9,7 @@ import random
 
 import pytest
 from ddpjob.controller.host_watch import Hosts, HostWatch
+from ddpjob.controller.kube.informer import REFUSED_SECONDS
 from prometheus_client import REGISTRY
 
 from .api_server import ApiServer, Fault, RandomFaults
@@ -163,8 +164,23 @@ async def test_nodes_that_may_not_be_read_are_unknown_and_the_request_is_retried
     assert reported.ready() == {"a": True}
     server.faults = lambda method, path: Fault(403, reason="Forbidden")
     server.break_watches()
-    await asyncio.sleep(5)
+    await asyncio.sleep(REFUSED_SECONDS / 2)
+    assert reported.ready() == {"a": True}, "an API server that starts may refuse for a moment"
+    await asyncio.sleep(REFUSED_SECONDS)
     assert reported.hosts is None
+    await ended(task)
+
+
+@on_server
+async def test_a_watch_that_a_proxy_ends_at_once_is_not_repeated_without_a_pause(server: ApiServer) -> None:
+    add(server, "a")
+    reported, errors = Reported(), watch_errors()
+    task = await watching(server, reported)
+    server.faults = lambda method, path: Fault("empty") if "watch" in server.requests[-1][2] else None
+    server.break_watches()
+    server.requests.clear()
+    await asyncio.sleep(10)
+    assert len(server.requests) < 30 and watch_errors() > errors + 5
     await ended(task)
 
 

@@ -191,3 +191,49 @@ async def test_an_error_that_ends_kopf_does_not_lose_events() -> None:
         j.add("new")
         await asyncio.sleep(10)
         assert j.nodes("job") == 3 and j.nodes("new") is not None
+
+
+@virtual
+async def test_a_change_during_the_list_of_names_is_not_a_restored_backup() -> None:
+    async with jobs("job") as j:
+        j.server.faults = lambda method, path: Fault("late", seconds=5.0) if path.endswith("/ddpjobs") else None
+        await asyncio.sleep(NAMES_SECONDS + 1)
+        for number in range(60):
+            j.change("job", nodes=3 + number % 2)
+            j.add(f"new-{number}", nodes=2)
+            await asyncio.sleep(1)
+            assert j.nodes(f"new-{number}") == 2
+        assert not j.caches.restored.is_set()
+
+
+@virtual
+async def test_a_job_created_again_during_a_read_is_not_lost() -> None:
+    async with jobs("job") as j:
+        body = j.change("job", nodes=3)
+        await asyncio.sleep(1)
+        j.server.faults = lambda method, path: Fault("late", seconds=5.0) if path.endswith("/ddpjobs/job") else None
+        j.hide(lambda name: True)
+        j.server.store.delete(KIND, "job")
+        j.caches.seen_by_kopf("MODIFIED", {"metadata": {**body["metadata"], "resourceVersion": str(10**6)}})
+        await asyncio.sleep(1)
+        j.server.faults = lambda method, path: None
+        j.add("job", nodes=7)
+        again = j.server.store.get(KIND, "job")
+        j.caches.seen_by_kopf("ADDED", {"metadata": {**again["metadata"], "resourceVersion": str(10**6 + 1)}})
+        await asyncio.sleep(10)
+        assert j.nodes("job") == 7
+
+
+@virtual
+async def test_a_late_response_to_a_write_brings_a_deleted_job_back_only_briefly() -> None:
+    async with jobs("job") as j:
+        known = j.caches.job(JobKey("space", "job"))
+        assert known is not None
+        with j.caches.writing(known):
+            j.server.store.delete(KIND, "job")
+            await asyncio.sleep(3)
+            assert j.nodes("job") is None
+            j.caches.take_job(known)
+            assert j.nodes("job") == 2
+        await asyncio.sleep(5)
+        assert j.nodes("job") is None

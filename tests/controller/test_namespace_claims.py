@@ -73,6 +73,18 @@ async def test_without_the_right_to_hold_leases_the_operator_acts_without_them()
 
 
 @virtual
+async def test_a_refusal_does_not_make_an_operator_act_where_another_one_does() -> None:
+    """An API server that starts can refuse everything for a moment."""
+    async with api_server() as server, connected(server) as rest:
+        first, second = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "b/operator")
+        assert await first.mine("space") and not await second.mine("space")
+        server.faults = lambda method, path: Fault(403, reason="Forbidden")
+        for _ in range(10):
+            await asyncio.sleep(10)
+            assert not await second.mine("space")
+
+
+@virtual
 async def test_claims_are_neither_abandoned_nor_taken_early_during_an_outage() -> None:
     async with api_server() as server, connected(server) as rest:
         held, new = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "a/operator")

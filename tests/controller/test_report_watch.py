@@ -14,6 +14,7 @@ from itertools import count, pairwise
 from unittest import mock
 
 from ddpjob.api.job_status import utc_now
+from ddpjob.controller import report_watch
 from ddpjob.controller.report_watch import STALE_SECONDS, ReportWatch
 from ddpjob.engine.coordinator_client import CoordinatorClient, Target
 from ddpjob.engine.ports import JobKey
@@ -276,6 +277,17 @@ async def test_an_invalid_response_does_not_end_the_watch(world: World, c: Coord
     c.lie = b""
     await asyncio.sleep(40)
     assert world.watch.report(KEY) is not None and world.watch.refusal(KEY) == ""
+
+
+@in_virtual_time
+async def test_an_error_while_a_report_is_evaluated_does_not_end_the_watch(world: World, c: Coordinator) -> None:
+    assert protocol.progress_news({protocol.START: 5}) == frozenset()
+    with mock.patch.object(report_watch, "_news", side_effect=TypeError):
+        world.watch.follow(KEY, c.target)
+        await asyncio.sleep(5)
+    assert not world.watch.is_asking(KEY) and world.watch.report(KEY) is None
+    await asyncio.sleep(60)
+    assert world.watch.report(KEY) is not None
 
 
 @in_virtual_time

@@ -83,6 +83,8 @@ class JobCache(Cache[DDPJob]):
         """Jobs to read, each with the version that kopf has shown."""
         self._busy: set[Id] = set()
         """Jobs that are currently being read or written."""
+        self._gone: set[Id] = set()
+        """Busy jobs whose deletion kopf has shown."""
         self._some_due = asyncio.Event()
         self._look = asyncio.Event()
         """Set when the names of all jobs should be listed before the regular time."""
@@ -104,6 +106,8 @@ class JobCache(Cache[DDPJob]):
         if event == "DELETED":
             if self._versions.get(key, 0) <= version:
                 self.forget(*key)
+            if key in self._busy:
+                self._gone.add(key)
         elif version > self._versions.get(key, 0):
             self._due[key] = version
             self._some_due.set()
@@ -129,6 +133,10 @@ class JobCache(Cache[DDPJob]):
         finally:
             self._busy.discard(key)
             self._some_due.set()
+            if key in self._gone:
+                # The response may have arrived after the deletion, and put the job back.
+                self._gone.discard(key)
+                self._look.set()
 
     async def run(self) -> None:
         """Keep the cache up to date until cancelled.
@@ -181,6 +189,7 @@ class JobCache(Cache[DDPJob]):
             await (self._read_all() if len(chosen) > 1 else self._read(*chosen))
         finally:
             self._busy.difference_update(chosen)
+            self._gone.difference_update(chosen)
             # A job that could not be read moves to the end of the queue.
             for key in chosen:
                 if key in self._due:
@@ -194,7 +203,9 @@ class JobCache(Cache[DDPJob]):
         except ApiError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
-            self.forget(*key)
+            # If kopf has shown a later version, the job was deleted and created again.
+            if self._due.get(key) == version:
+                self.forget(*key)
             return
         # If the job is no longer due, kopf has shown the job's deletion during the request.
         if key in self._due:
@@ -230,13 +241,15 @@ class JobCache(Cache[DDPJob]):
     # --- what kopf does not show
 
     async def _look_for_deleted(self) -> None:
-        names = set[Id]()
+        # Events and writes during the list may show later versions than the list has.
+        names, known = set[Id](), self._latest
         async for page in self.pages({}, PAGE, METADATA_LIST):
             version = version_of(page)
             names.update(id_of(body) for body in page["items"] or () if self.keep(id_of(body)[0]))
-        if version < self._latest:
+        if version < known:
             self._restored.set()
-        self._note_version(version)
+            self._note_version(version)
+        self._latest = max(self._latest, version)
         self._remove_but(names, version)
         self.served, self._logged_forbidden = True, False
         if self._awaited is None:

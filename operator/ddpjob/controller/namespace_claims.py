@@ -92,6 +92,9 @@ class NamespaceClaims:
             # Either the operator has no permission for Leases in this namespace, or the namespace
             # is being deleted.
             log.info("namespace %s is not claimed: %s", name, error)
+            if known.due and not known.mine:
+                known.due = now + RETRY_SECONDS  # A different operator held the namespace.
+                return
             held = refused = True
         except Unavailable:
             if not known.mine or now - known.renewed >= CLAIM_SECONDS:

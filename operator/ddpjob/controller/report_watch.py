@@ -176,12 +176,12 @@ class ReportWatch:
         while True:
             try:
                 report = await link.report(followed.report, self.progress_seconds)
+                self._answered(key, followed, report)
             # Keep asking, because the next response may be usable.
             except Exception as error:
                 self._failed(key, followed, error)
                 await asyncio.sleep(min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(followed.failures - 1, 10)) * _jitter())
             else:
-                self._answered(key, followed, report)
                 await asyncio.sleep(max(self._pause(followed), self._share(followed, link.size)))
 
     @property

@@ -70,6 +70,11 @@ arrive at once. Meanwhile, all other work has to wait, including renewals of the
 """
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
+REFUSED_SECONDS = 120.0
+"""Number of seconds for which a collection that has been listed stays as it is known although the
+API server refuses it. While an API server starts or is upgraded, it can answer 403 or 404 for a
+moment.
+"""
 """Number of seconds after which a forbidden or unserved optional collection is requested again."""
 
 
@@ -245,6 +250,8 @@ class Informer(Cache[View]):
         self._list_accept, self._accept = (METADATA_LIST, METADATA) if metadata_only else (JSON, JSON)
         self._page, self._optional = page, optional
         self._version = ""
+        self._refused_at: float | None = None
+        """Time of the first refusal since the last list."""
         self._broken = False
         """Whether the last watch broke, for example because etcd was restored from a backup."""
 
@@ -264,7 +271,12 @@ class Informer(Cache[View]):
                 if not self._version:
                     await self.list()
                 self._broken = False
+                began = asyncio.get_running_loop().time()
                 await self._follow()
+                # A proxy can end each watch at once.
+                pause = max(0.0, began + _RETRY - asyncio.get_running_loop().time())
+                if pause:
+                    self._errors.inc()
             except Unavailable as error:
                 self._broken = True
                 pause = error.retry_after or _RETRY
@@ -273,12 +285,14 @@ class Informer(Cache[View]):
             except ApiError as error:
                 self._version = ""
                 pause = _RETRY
-                unserved = self._optional and error.status in (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
+                refused = error.status in (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
+                passing = refused and self._may_pass()
+                unserved = refused and self._optional and not passing
                 if unserved:
                     self._nothing_there()
                 if unserved and error.status == HTTPStatus.NOT_FOUND:
                     pause = _UNREADABLE_RETRY
-                elif error.status == HTTPStatus.FORBIDDEN:
+                elif error.status == HTTPStatus.FORBIDDEN and not passing:
                     pause = self._forbidden(error)
                     self.answered.set()
                 elif error.status != HTTPStatus.GONE:
@@ -295,6 +309,13 @@ class Informer(Cache[View]):
                 self._errors.inc()
                 log.warning("%s: the response is invalid; next list in %s s: %r", self.path, pause, error)
             await asyncio.sleep(pause)
+
+    def _may_pass(self) -> bool:
+        """Whether a refusal may be over soon, so that the known objects should be kept."""
+        now = asyncio.get_running_loop().time()
+        if self._refused_at is None:
+            self._refused_at = now
+        return self.served and now < self._refused_at + REFUSED_SECONDS
 
     def _forbidden(self, error: ApiError) -> float:
         """Log that the collection is forbidden, and return the seconds until the next attempt."""
@@ -342,7 +363,7 @@ class Informer(Cache[View]):
             del page
         self._remove_but(found, version)
         self._floor, self._version = version, str(version)
-        self._logged_forbidden = False
+        self._logged_forbidden, self._refused_at = False, None
         self.served = True
         self.listed.set()
         self.answered.set()
