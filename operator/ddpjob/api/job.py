@@ -107,7 +107,8 @@ class DDPJob:
         if volume is None:
             return ""
         if volume.sub_path:
-            return posixpath.normpath(volume.sub_path).removeprefix(".")
+            folder = posixpath.normpath(volume.sub_path)
+            return "" if folder == "." else folder
         of_many = bool(volume.claim_name or volume.nfs) and not volume.read_only
         return self.name if of_many else ""
 

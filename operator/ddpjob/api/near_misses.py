@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from typing import Any
@@ -105,7 +106,8 @@ def seconds(text: str) -> int | None:
         return None
     if any(unit.lower() not in _SECONDS for _, unit in parts):
         return None
-    return round(sum(float(number) * _SECONDS[unit.lower()] for number, unit in parts))
+    found = sum(float(number) * _SECONDS[unit.lower()] for number, unit in parts)
+    return round(found) if math.isfinite(found) else None
 
 
 def as_type(path: str, wanted: Any, value: Any) -> str:

@@ -25,6 +25,7 @@ Why: docs/decisions/0027.
 from __future__ import annotations
 
 import json
+import posixpath
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -118,8 +119,13 @@ def _folder(job: DDPJob) -> tuple[str, ...]:
     if claim:
         return "claim", claim, job.checkpoint_folder
     if volume.nfs:
-        return "NFS share", f"{volume.nfs.get('server')}:{volume.nfs.get('path')}", job.checkpoint_folder
-    return ("folder", f"{volume.host_path}", job.checkpoint_folder) if volume.shared else ()
+        return "NFS share", f"{volume.nfs.get('server')}:{_same(volume.nfs.get('path'))}", job.checkpoint_folder
+    return ("folder", _same(volume.host_path), job.checkpoint_folder) if volume.shared else ()
+
+
+def _same(path: str | None) -> str:
+    """Return a path in the one form that all spellings of it have, without a final slash."""
+    return f"/{posixpath.normpath(f'/{path}').lstrip('/')}"
 
 
 def _is_exclusive(job: DDPJob) -> bool:

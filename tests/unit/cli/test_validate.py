@@ -60,6 +60,7 @@ REFUSED = {
     "4 cores": (in_spec("resources: {limits: {cpu: 4 cores}}"), "did you mean 4?"),
     "5m": (in_spec("recovery: {hangAfterSeconds: 5m}"), "must be an integer, not a string ('5m'); write 300 ("),
     "half": (in_spec("resources: {requests: {cpu: 0.5}}"), "not a number (0.5); put it in quotes ("),
+    "999...9s": (in_spec(f"recovery: {{hangAfterSeconds: {'9' * 400}s}}"), "must be an integer, not a string"),
     "24h": (in_spec("runPolicy: {activeDeadlineSeconds: 24h}"), "write 86400"),
     "args": (in_spec("args: '--epochs=10 --lr 0.1'"), 'write ["--epochs=10", "--lr", "0.1"]'),
     "command": (JOB.replace("script: b.py", "command: torchrun x.py"), 'write ["torchrun", "x.py"]'),

@@ -232,6 +232,15 @@ def test_a_pod_placed_repeatedly_on_a_host_that_is_down_backs_off() -> None:
     assert job.status.slots[0].not_before is not None, "the next pod is delayed"
 
 
+def test_a_fast_clock_of_a_host_does_not_switch_off_the_back_off() -> None:
+    job = a_job(nodes=1, recovery={"backoff": {"initialSeconds": 4, "maxSeconds": 60}})
+    for attempt in range(3):
+        end = ContainerView(exit_code=128, reason="StartError", finished=NOW + timedelta(minutes=5))
+        failed = a_pod(0, end, attempt=attempt, phase="Failed", created=NOW)
+        job = replace(job, status=after(job, failed).status)
+    assert job.status.slots[0].failures > 1 and job.status.slots[0].not_before is not None
+
+
 def test_setting_the_clock_back_does_not_prolong_a_back_off() -> None:
     job = a_job(nodes=1, command=["train"], recovery={"backoff": {"initialSeconds": 4, "maxSeconds": 60}})
     slot = replace(job.status.slots[0], attempt=2, reason="ExitCode", failures=2, not_before=NOW + timedelta(seconds=4))

@@ -139,6 +139,27 @@ def test_a_folder_belongs_to_the_job_that_first_used_it() -> None:
     assert find_folder_user(waited, [first]).startswith("first") and find_folder_user(first, [waited]) == ""
 
 
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({"nfs": {"server": "s", "path": "/exp"}}, {"nfs": {"server": "s", "path": "//exp/./"}}),
+        ({"hostPath": "/exp", "shared": True}, {"hostPath": "/exp/", "shared": True}),
+        ({"claimName": "c", "subPath": "./same"}, {"claimName": "c", "subPath": "same/"}),
+    ],
+)
+def test_spellings_of_one_path_are_one_folder(one: dict[str, Any], two: dict[str, Any]) -> None:
+    first, second = (job_with(storage={"checkpoints": {"subPath": "x", **volume}}) for volume in (one, two))
+    first, second = replace(first, uid="1", created=NOW), replace(second, uid="2", created=NOW)
+    assert find_folder_user(second, [first])
+
+
+@pytest.mark.parametrize(
+    ("sub_path", "folder"), [(".ckpt", ".ckpt"), ("..a", "..a"), ("./a/", "a"), (".", ""), ("a/../b", "b")]
+)
+def test_a_sub_path_may_begin_with_a_dot(sub_path: str, folder: str) -> None:
+    assert naming("a", subPath=sub_path).checkpoint_folder == folder
+
+
 def test_the_older_of_two_jobs_that_start_at_the_same_time_gets_the_folder() -> None:
     one, two = (naming(name, subPath="same", created=n) for n, name in enumerate(("one", "two")))
     assert find_folder_user(one, [one, two]) == "" and find_folder_user(two, [one, two]).startswith("one")

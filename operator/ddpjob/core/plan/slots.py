@@ -278,7 +278,8 @@ def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None
         return Repeated(end.cause, 0, _whole(view.now + ROOM))
     if end.cause not in _REPEATING or pod is None or pod.created is None:
         return Repeated()
-    if (end.time or view.now) - pod.created >= QUICK:
+    # The clock of the pod's host can be ahead of the API server's.
+    if min(end.time or view.now, view.now) - pod.created >= QUICK:
         return Repeated()
     failures = before.failures + 1 if before.reason == end.cause else 1
     seconds = view.job.spec.recovery.backoff.seconds(failures)
