@@ -472,7 +472,7 @@ class Bucket:
                 raise Vanished(f"{file} was removed before it was uploaded to {self.url}") from None
 
     def lacking(self, manifest: CopyManifest) -> list[str]:
-        """Return the paths of a checkpoint's files that have not been uploaded yet.
+        """Return the paths of a checkpoint's files that are not in the bucket at their full size.
 
         An object appears in the bucket only once its upload is complete. Raises Vanished if a file
         will never be uploaded.

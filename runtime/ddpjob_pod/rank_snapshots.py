@@ -1084,8 +1084,8 @@ class _StateLayout:
             tree: the state.
             owns_room: number of bytes to reserve for the ranks' private states.
             recent: the measurements in `Cadence.recent`, for use after a restart.
-            known: the places of the previous state's tensors. They are reused if the new state's
-                tensors have the same types and shapes.
+            known: the places of the previous state's tensors. They are reused if `_Places.shapes`
+                is equal for the new state's tensors.
         """
         self._found: list[tuple[Any, tuple[int, ...] | None]] = []
         try:

@@ -48,7 +48,10 @@ excess does not count as a cost.
 
 @dataclass(frozen=True)
 class Straggler:
-    """A lagging rank. Its own work takes `slowdown` times as long as that of the median rank."""
+    """A lagging rank. Its own work takes `slowdown` times as long as that of the median rank.
+
+    `slowdown` is at least 1.
+    """
 
     rank: int
     slowdown: float

@@ -39,8 +39,9 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     In a job with a bucket, all ranks get the newest checkpoint in the bucket. Without a bucket, or
     if the bucket is empty, return the complete checkpoint in `paths` whose name ends in the highest
     number, before any file extension. If two numbers are equal, the higher version counts, because
-    Lightning appends -v1, -v2, ... to a name that already exists. If each node has its own folder,
-    return None, because ranks would resume from different steps.
+    Lightning appends -v1, -v2, ... to a name that already exists. Unless the bucket has a
+    checkpoint, return None if each node has its own folder, because ranks would resume from
+    different steps.
 
     `is_whole` returns False for an incomplete checkpoint, and raises OSError if the checkpoint
     cannot be read. In that case, an older one must not be used.

@@ -192,10 +192,10 @@ class Coordinator:
         self._advance()
 
     def send_away(self, pod: str, why: str) -> None:
-        """Remove a pod that is being deleted, unless its workers may be saving.
+        """Remove a pod that is being deleted, and refuse it from now on.
 
-        A launcher that is starting or ready has nothing to save. It might not have noticed that its
-        pod is being deleted.
+        If the pod's workers may be saving, do nothing. A launcher that is starting or ready has
+        nothing to save. It might not have noticed that its pod is being deleted.
         """
         members = (member for member in self.members if member.pod == pod)
         if all(member.state in (MemberState.STARTING, MemberState.READY) for member in members):

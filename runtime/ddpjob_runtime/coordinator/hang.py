@@ -9,8 +9,9 @@ therefore only raises a suspicion, and the ranks' activity decides:
   evaluating. The coordinator checks the ranks if no report arrives for FACTOR times the 99th
   percentile of these gaps, and for at least LEAST_SECONDS. Until LEAST_GAPS gaps are known, this
   minimum is higher, especially at the start of a round (UNKNOWN). If a round has reported nothing
-  after EARLY_LOOK seconds, it gets an early check. An early check cannot end the round. It only
-  reports ranks that wait for other ranks, for example because of a wrong MASTER_ADDR.
+  after EARLY_LOOK seconds, the checks begin early. Until the minimum has passed, checks cannot end
+  the round. They only report ranks that wait for other ranks, for example because of a wrong
+  MASTER_ADDR.
 - **Proof.** If two more checks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. From the first of these two checks on, the
   coordinator's report shows the step as overdue. If a check shows that a rank has moved, the pause

@@ -79,8 +79,8 @@ _MALFORMED = (
     tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, OverflowError, RecursionError, LookupError,
     struct.error, TypeError, AttributeError,
 )  # fmt: skip
-"""The exceptions that tarfile and gzip raise for malformed archives. They depend on the version of
-Python.
+"""The exceptions that tarfile and gzip raise for malformed archives, in all supported versions of
+Python together.
 """
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)

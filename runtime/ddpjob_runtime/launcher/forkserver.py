@@ -596,7 +596,7 @@ def _renew_libraries() -> None:
 
     Python's own random generator needs no help, because it reseeds itself after a fork.
     """
-    tempfile.tempdir = None  # The script may have set TMPDIR.
+    tempfile.tempdir = None  # The script may set TMPDIR before it first needs a temporary folder.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     sys.modules["torch"].random.default_generator.seed()

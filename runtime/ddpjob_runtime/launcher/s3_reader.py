@@ -41,7 +41,7 @@ _MOST_PAGES = 10_000
 _PAGE_BYTES = 16 * 2**20
 _ERROR_BYTES = 64 * 1024
 _RENEW_SECONDS = 300.0
-"""Credentials are renewed this many seconds before they expire."""
+"""Credentials are renewed before a request if they would expire in less than this many seconds."""
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
