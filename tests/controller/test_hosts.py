@@ -160,7 +160,7 @@ async def test_nodes_that_may_not_be_read_are_unknown_and_the_request_is_retried
     assert len(server.requests) == 1, "there is no storm of requests"
     assert watch_errors() == errors, "the right may be withheld on purpose"
     server.faults = lambda method, path: None
-    await asyncio.sleep(600)
+    await asyncio.sleep(800)
     assert reported.ready() == {"a": True}
     server.faults = lambda method, path: Fault(403, reason="Forbidden")
     server.break_watches()
@@ -168,6 +168,15 @@ async def test_nodes_that_may_not_be_read_are_unknown_and_the_request_is_retried
     assert reported.ready() == {"a": True}, "an API server that starts may refuse for a moment"
     await asyncio.sleep(REFUSED_SECONDS)
     assert reported.hosts is None
+    await ended(task)
+
+
+@on_server
+async def test_a_role_that_permits_lists_and_not_watches_causes_no_storm_of_lists(server: ApiServer) -> None:
+    add(server, "a")
+    server.faults = lambda method, path: Fault(403, reason="Forbidden") if "watch" in server.requests[-1][2] else None
+    task = await watching(server, Reported(), 3000)
+    assert len(server.requests) < 2 * REFUSED_SECONDS + 20
     await ended(task)
 
 

@@ -68,13 +68,13 @@ TURN_SECONDS = 0.02
 """Maximum time in seconds for which one watch may occupy the event loop when thousands of events
 arrive at once. Meanwhile, all other work has to wait, including renewals of the Lease.
 """
-_RETRY = 1.0
-_UNREADABLE_RETRY = 600.0
 REFUSED_SECONDS = 120.0
 """Number of seconds for which a collection that has been listed stays as it is known although the
 API server refuses it. While an API server starts or is upgraded, it can answer 403 or 404 for a
 moment.
 """
+_RETRY = 1.0
+_UNREADABLE_RETRY = 600.0
 """Number of seconds after which a forbidden or unserved optional collection is requested again."""
 
 
@@ -251,7 +251,10 @@ class Informer(Cache[View]):
         self._page, self._optional = page, optional
         self._version = ""
         self._refused_at: float | None = None
-        """Time of the first refusal since the last list."""
+        """Time of the first refusal since the last event.
+
+        A list does not reset it, because a role may permit lists and not watches.
+        """
         self._broken = False
         """Whether the last watch broke, for example because etcd was restored from a backup."""
 
@@ -363,7 +366,7 @@ class Informer(Cache[View]):
             del page
         self._remove_but(found, version)
         self._floor, self._version = version, str(version)
-        self._logged_forbidden, self._refused_at = False, None
+        self._logged_forbidden = False
         self.served = True
         self.listed.set()
         self.answered.set()
@@ -388,6 +391,7 @@ class Informer(Cache[View]):
                 raise ApiError(
                     int(body.get("code") or 0), str(body.get("reason") or ""), str(body.get("message") or "")
                 )
+            self._refused_at = None
             self._version = body["metadata"]["resourceVersion"]
             self._latest = int(self._version)
             if kind == "DELETED":
