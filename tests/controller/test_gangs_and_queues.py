@@ -7,6 +7,7 @@ from functools import partial
 
 from ddpjob.api.job import PRIORITY_LABEL, DDPJob
 from ddpjob.controller.caches import Caches
+from ddpjob.controller.kube.informer import REFUSED_SECONDS
 from ddpjob.core.decision import BLOCKED_POLL
 from ddpjob.objects.workload import LABEL_ADDITIONAL, marked
 
@@ -35,6 +36,24 @@ async def test_a_gang_api_that_the_operator_may_not_list_is_not_used() -> None:
         caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
         async with followed(server, caches):
             assert caches.complete_in("space") and not caches.serves_gangs(any_job)
+
+
+@virtual
+async def test_gangs_are_still_used_after_a_refusal_that_is_soon_over() -> None:
+    """Without them, a waiting job would be planned again without a gang, and lose its pods."""
+    async with api_server() as server, connected(server) as rest:
+        server.serves_gangs = True
+        meta = {"name": "job", "namespace": "space", "uid": "uid"}
+        any_job = DDPJob.read({"metadata": meta, "spec": {"image": "image", "command": ["x"], "nodes": 2}})
+        caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
+        async with followed(server, caches):
+            await asyncio.sleep(100)
+            server.faults = lambda method, path: Fault(403, reason="Forbidden") if "podgroups" in path else None
+            server.break_watches()
+            for second in range(240):
+                await asyncio.sleep(1)
+                assert caches.serves_gangs(any_job) or second >= REFUSED_SECONDS - 5
+            assert not caches.serves_gangs(any_job), "the permission was withdrawn"
 
 
 @in_case(serves_gangs=True)
