@@ -47,8 +47,8 @@ def _is_acted_on(backend: Backend, job: str) -> bool:
         try:
             body = backend.job(job)
         except Mistake:
-            # The API server has accepted the change. The job was deleted afterwards, or the user
-            # may not read it.
+            # The API server has accepted the change. The job was deleted afterwards, or the user is
+            # not permitted to read it.
             return True
         wanted, seen = body["metadata"].get("generation"), (body.get("status") or {}).get("observedGeneration")
         if wanted is None or (isinstance(seen, int) and seen >= wanted):

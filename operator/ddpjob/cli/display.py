@@ -146,7 +146,8 @@ class NewLines:
 class PlainLines:
     """A display for logs and files, which prints a line whenever the phase changes.
 
-    Other changes are printed at most once every PLAIN_SECONDS.
+    Other changes of the progress are printed at most once every PLAIN_SECONDS. The lines of
+    `NewLines` are printed immediately.
     """
 
     def __init__(self) -> None:

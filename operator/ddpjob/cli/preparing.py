@@ -370,7 +370,7 @@ _NO_SIGTERM = (
 def _keeps_sigterm(spec: dict[str, Any]) -> bool:
     """Whether SIGTERM reaches only a shell, and not the program that trains.
 
-    A shell does not pass SIGTERM on if it runs the program without `exec` and has no `trap`.
+    sh does not pass SIGTERM on if it runs the program without `exec` and has no `trap`.
     """
     match (*(spec.get("command") or ()), *(spec.get("args") or ())):
         case (str(shell), "-c" | "-ec" | "-euc" | "-lc", str(script), *_):

@@ -45,7 +45,6 @@ class MetricCurve:
     def __init__(self, name: str, points: Sequence[tuple[float, float]], restarts: Sequence[int] = ()) -> None:
         finite = [(step, number) for step, number in points if math.isfinite(number)]
         every = max(1, math.ceil((len(finite) - 1) / (_POINTS - 1)))
-        every = max(1, math.ceil((len(finite) - 1) / (_POINTS - 1)))
         self.points = finite[:-1:every] + finite[-1:]
         self._name, self._restarts = name, restarts
 

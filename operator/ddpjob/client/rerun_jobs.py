@@ -2,11 +2,12 @@
 
 On this machine, the job's last manifest runs again in the background. A cluster cannot restart a
 finished job, so the job is deleted and created again. Checkpoints on volumes and in buckets are
-kept, and the new job resumes from them. The job's ConfigMaps with code are read first, because they
-are deleted together with the job. The API server must accept the new objects in a dry run before
-the job is deleted.
+kept, and the new job resumes from them. A claim with whenDeleted: Delete is deleted together with
+the job, so such a job is rerun only with `fresh`. The job's ConfigMaps with code are read first,
+because they are also deleted together with the job. The API server must accept the new objects in a
+dry run before the job is deleted.
 
-On a cluster, `fresh` does not delete any checkpoint. The new job uses a different folder, which
+On a cluster, `fresh` deletes no other checkpoints. The new job uses a different folder, which
 cannot have been used before because its name contains part of the old job's UID.
 
     storage.checkpoints                      of the old job    of the new job

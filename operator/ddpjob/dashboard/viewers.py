@@ -476,7 +476,7 @@ def _namespaces(text: str) -> tuple[str, ...]:
 
 
 def _own_form(request: web.Request) -> None:
-    """Raise AccessRefused if the browser's headers show that a form comes from another site."""
+    """Raise AccessRefused unless the browser's headers show that a form comes from this server."""
     origin = request.headers.get("Origin", "")
     site = request.headers.get("Sec-Fetch-Site")
     if urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower() or site not in (None, "same-origin"):

@@ -19,8 +19,9 @@ LINE_BYTES = 1 << 20
 """Maximum size of a log line in bytes. The rest of the line is cut off."""
 
 SILENCE_SECONDS = 15.0
-"""If `LogOptions.stop` is set, a followed log's connection is closed and reopened after this many
-seconds of silence. `stop` is checked only after each line and at each reconnection."""
+"""If the reader passes an event as `LogOptions.stop`, a followed log's connection is closed and
+reopened after this many seconds of silence. The event is checked only after each line and at each
+reconnection."""
 
 METRICS = "run/metrics.jsonl"
 """File with the training metrics, in the job's checkpoint folder."""

@@ -342,7 +342,7 @@ class ClusterBackend:
                 if not options.follow:
                     raise
                 if options.stop is None:
-                    # Give up if the failures last too long. A caller that has set `options.stop`
+                    # Give up if the failures last too long. A caller that passes `options.stop`
                     # decides for itself when to give up. Such a caller's requests time out after a
                     # short silence, so a failure may only mean that the pod has written nothing.
                     patience.tolerate(failure)

@@ -27,8 +27,8 @@ MOST_PODS = 200
 _QUEUE = 10_000
 """Maximum number of lines that have been read, but that `lines` has not yielded yet."""
 _QUEUE_OF_MANY = 500
-"""Replaces _QUEUE if `LogOptions.stop` is set. The number is smaller, because a process that sets
-`stop`, such as the dashboard, can read many logs at once."""
+"""Replaces _QUEUE if the reader passes an event as `LogOptions.stop`. The number is smaller,
+because such a reader's process, for example the dashboard, can read many logs at once."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")

@@ -22,8 +22,8 @@ from ddpjob.client.manifests.git_commit import resolve
 from ddpjob.local.paths import job_folder
 
 SOURCE = "function.py"
-"""Name of the file that contains JobRequest.source. Scripts must not import a module with this
-name, because the script's folder is on sys.path and the file would hide the module."""
+"""Name of the file that contains JobRequest.source. It must not be the name of a module that
+scripts import. The script's folder is on sys.path, so the file would hide that module."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
 """Maximum total size, in bytes, of the files in a ConfigMap. An API object, including its metadata,
 can have at most 1 MiB."""

@@ -187,8 +187,8 @@ _RUN = "torch.distributed.run"
 def _starts(words: Sequence[str], first: str) -> bool:
     """Whether the command `words` starts a launcher.
 
-    `first` is the first word of the command. This word is either the launcher itself, or a Python
-    that runs the launcher as a module (`python -m`).
+    `first` is the first word of the command. The command starts a launcher if this word is the
+    launcher itself, or a Python that runs the launcher as a module (`python -m`).
     """
     name = first.rpartition("/")[2]
     options = list(takewhile(lambda word: word.startswith("-") and word != "-m", words[1:]))

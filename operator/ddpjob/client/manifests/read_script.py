@@ -354,7 +354,7 @@ def _variables_read(tree: ast.Module) -> Iterator[tuple[str, bool, int]]:
 
 
 def _find_old_option(modules: list[tuple[str, ast.Module]]) -> Iterator[tuple[str, str]]:
-    """Yield a module and a message for each --local_rank option that has no usable default.
+    """Yield a module and a message for each --local_rank option that is read instead of LOCAL_RANK.
 
     Only torch.distributed.launch and `deepspeed` pass this option. Under torchrun, all ranks would
     use its default as their local rank.
