@@ -328,7 +328,8 @@ def test_a_request_that_cannot_be_carried_out_is_refused(machine: Machine, monke
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{machine.folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    run = machine.start(manifest(command=HANG, nodes=1, gpusPerNode=1))
+    patient = {"spec": {"terminationGracePeriodSeconds": 600}}  # the commands are slow on a busy machine
+    run = machine.start(manifest(command=HANG, nodes=1, gpusPerNode=1, podTemplate=patient))
     run.until(lambda r: r.status.get("phase") == "Running")
     scaled = machine.command("scale", "job", "3")
     assert (scaled.returncode, scaled.stderr) == (2, "3 nodes need 3 GPUs, but this machine has 1\n"), scaled

@@ -120,7 +120,8 @@ def test_exceptions_restart_workers_in_place_and_are_reported_with_rank_and_line
     report = finish(job, "job-0-0", "job-1-0")
     first, last = report["incidents"]  # each break has one incident, because the peer's connection errors do not count
     assert (first["kind"], first["rank"], first["localRank"], first["exitCode"]) == ("WorkerFailed", 1, 0, 1)
-    assert first["message"] == "ValueError: made to fail at step 3"
+    # On a busy machine, the process may take longer than 10 s to exit, and the message says so.
+    assert first["message"].startswith("ValueError: made to fail at step 3")
     assert (
         "in faults" in first["traceback"]
         and "worker.py" not in first["traceback"]
