@@ -25,17 +25,22 @@ async def test_a_cluster_without_gang_apis_gets_no_gangs_and_few_requests_for_th
     assert c.asked("podgroups") == 2, "one request for the API of Kubernetes, and one for Volcano's"
 
 
+META = {"name": "job", "namespace": "space", "uid": "uid"}
+ANY_JOB = DDPJob.read({"metadata": META, "spec": {"image": "image", "command": ["x"], "nodes": 2}})
+
+
+def refuse_gangs(method: str, path: str) -> Fault | None:
+    return Fault(403, reason="Forbidden") if "podgroups" in path else None
+
+
 @virtual
 async def test_a_gang_api_that_the_operator_may_not_list_is_not_used() -> None:
     """This happens if the image is upgraded but not the chart."""
     async with api_server() as server, connected(server) as rest:
-        server.serves_gangs = True
-        meta = {"name": "job", "namespace": "space", "uid": "uid"}
-        any_job = DDPJob.read({"metadata": meta, "spec": {"image": "image", "command": ["x"], "nodes": 2}})
-        server.faults = lambda method, path: Fault(403, reason="Forbidden") if "podgroups" in path else None
+        server.serves_gangs, server.faults = True, refuse_gangs
         caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
         async with followed(server, caches):
-            assert caches.complete_in("space") and not caches.serves_gangs(any_job)
+            assert caches.complete_in("space") and not caches.serves_gangs(ANY_JOB)
 
 
 @virtual
@@ -43,17 +48,15 @@ async def test_gangs_are_still_used_after_a_refusal_that_is_soon_over() -> None:
     """Without them, a waiting job would be planned again without a gang, and lose its pods."""
     async with api_server() as server, connected(server) as rest:
         server.serves_gangs = True
-        meta = {"name": "job", "namespace": "space", "uid": "uid"}
-        any_job = DDPJob.read({"metadata": meta, "spec": {"image": "image", "command": ["x"], "nodes": 2}})
         caches = Caches(rest, lambda key, urgent: None, lambda hosts, changed: None)
         async with followed(server, caches):
             await asyncio.sleep(100)
-            server.faults = lambda method, path: Fault(403, reason="Forbidden") if "podgroups" in path else None
+            server.faults = refuse_gangs
             server.break_watches()
             for second in range(240):
                 await asyncio.sleep(1)
-                assert caches.serves_gangs(any_job) or second >= REFUSED_SECONDS - 5
-            assert not caches.serves_gangs(any_job), "the permission was withdrawn"
+                assert caches.serves_gangs(ANY_JOB) or second >= REFUSED_SECONDS - 5
+            assert not caches.serves_gangs(ANY_JOB), "the permission was withdrawn"
 
 
 @in_case(serves_gangs=True)
