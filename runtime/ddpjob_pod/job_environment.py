@@ -107,6 +107,15 @@ class JobEnvironment:
             raise VariableError(f"DDPJOB_FENCE={self.fence!r}: {what}")
         return int(match[1]), int(match[2])
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """The (generation, round) pair in which this process was started; (0, 0) outside a job.
+
+        Without a launcher, this is the pod's own generation and round. Raises VariableError if a
+        variable is malformed.
+        """
+        return self.group or (self.number("generation"), self.number("round"))
+
     def number(self, field: str) -> int:
         """Return the value of a variable as a whole number; 0 if the variable is unset.
 

@@ -264,8 +264,7 @@ def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool 
     """
     folder = Path(job.snapshot_folder) if job.snapshot_folder else None
     every = job.snapshot_interval if folder else NONE
-    order = job.group or (job.number("generation"), job.number("round"))
-    return RankSnapshots(SnapshotStore(folder), exchange, order, every, together=together)
+    return RankSnapshots(SnapshotStore(folder), exchange, job.order, every, together=together)
 
 
 def sharding_of(thing: Any) -> str:

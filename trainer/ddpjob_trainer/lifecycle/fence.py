@@ -37,12 +37,10 @@ _NAME = "fence.json"
 def round_from_env() -> tuple[int, int]:
     """Return the generation and round in which this process was started, or (0, 0) outside a job.
 
-    The launcher gives both numbers to each worker in DDPJOB_FENCE. Without a launcher, the pod's
-    own DDPJOB_GENERATION and DDPJOB_ROUND are used. Raises ConfigError if a variable is malformed.
+    Raises ConfigError if a variable is malformed.
     """
-    job = JobEnvironment.read()
     try:
-        return job.group or (job.number("generation"), job.number("round"))
+        return JobEnvironment.read().order
     except VariableError as error:
         raise ConfigError(str(error)) from None
 
